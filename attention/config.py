@@ -88,8 +88,8 @@ class TargetAttention:
     """Attention backends of the target: a name of `BACKEND_NAMES`, or "auto" (triton on a GPU, torch on a CPU).
     `aerie.attention.registry` lists what each supports.
 
-    prefill: for prompt chunks.
-    decode: for decoding and verification.
+    prefill: backend for prompt chunks.
+    decode: backend for decoding and verification.
     """
 
     prefill: str = "auto"

@@ -43,7 +43,8 @@ class AttentionUse:
 
     num_heads, num_kv_heads: heads of this rank.
     device: the rank's device. Refusals read its compute capability; `aerie.attention.registry.limit` tries each
-    possible one. tree: whether masks branch (speculative.top_k above 1).
+        possible one.
+    tree: whether masks branch (speculative.top_k above 1).
     layout: `kind` of its `KVLayout`.
     value_dim: size of a head's output, if not head_dim: for latent rows, the leading part that is also the value.
     window: maximum tokens that a row sees, in all layers (`speculative.window`); None for no limit.

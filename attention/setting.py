@@ -54,7 +54,7 @@ class Setting(Bounds):
 
     flags: spellings of its option, separated by spaces: vLLM's first, then SGLang's; "": the key has no option.
     note: how the key differs from the option of that name of other servers; printed when it is used.
-    metavar: of the value, in the help; "": by the type.
+    metavar: name of the value in the help; "": by the type.
     """
 
     flags: str = ""

@@ -1,4 +1,4 @@
-"""How many engines there are, of how many workers, and where: the configuration's section of this name."""
+"""The configuration's section for parallelism: number of engines, ranks per engine, and their placement."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal

@@ -90,7 +90,7 @@ class IngressPlan:
     model: the target, in whose folder the tokenizer is.
     resumes: whether requests continue after a loss of their workers.
     start_timeout_s: start timeout of engines.
-    identity: of the engines that it may use; see `identity`.
+    identity: identity of the engines that it may use; see `identity`.
     one_node: see `ReplicaPlan`.
     """
 

@@ -98,7 +98,7 @@ def variables(address: str, environment: Mapping[str, str]) -> dict[str, str]:
     """Return the variables by which Ray's and Serve's commands reach a Ray.
 
     address: HOST:PORT.
-    environment: of its processes. A token in RAY_AUTH_TOKEN is not among the result."""
+    environment: environment of its processes. A token in RAY_AUTH_TOKEN is not among the result."""
     values = {ADDRESS: address, MODE: "token" if uses_token(environment) else "disabled"}
     if uses_token(environment) and environment.get(TOKEN_PATH):
         values[TOKEN_PATH] = environment[TOKEN_PATH]

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from aerie.deploy.client import AnswerError, Server, parse_server
 
-STYLES = {True: "green", False: "magenta", None: ""}  # of drafted tokens, of the target's own, of unknown ones
+STYLES = {True: "green", False: "magenta", None: ""}  # is a token drafted; None: unknown
 
 # Nor as commands to the terminal.
 _SHOWN = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -200,9 +200,12 @@ def _number(line: str, kind: type[Number], least: float, most: float) -> Number:
 
 @dataclass
 class StreamedAnswer:
-    """started_s: when the request was sent, by the clock of `push`.
+    """An answer while it arrives.
 
-    content: text for the history. num_first: tokens of the first event, which the rate does not count.
+    started_s: when the request was sent, by the clock of `push`.
+
+    content: text for the history.
+    num_first: tokens of the first event, which the rate does not count.
     """
 
     started_s: float

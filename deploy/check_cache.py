@@ -64,7 +64,9 @@ class CacheTurn:
 
 @dataclass(frozen=True)
 class Difference:
-    """turn: request with the cache.
+    """An answer that differs with and without the cache.
+
+    turn: request with the cache.
     expected: answer without the cache.
     nats: log-probability of the best token minus that of the first different one, without the cache; None if unknown.
     """

@@ -67,7 +67,7 @@ def check_and_start_ranks(
 ) -> None:
     """Run `print_plan` for `aerie serve` on this machine. Raises ConfigError only before it calls `tell`.
 
-    name: of `config`, for messages.
+    name: name of `config`, for messages.
     gpus: GPUs of this machine; None: the nodes are not known yet.
     ranks: folder for the sockets of an engine's ranks, which are started once the configuration is checked; "": start
         none.
@@ -156,7 +156,7 @@ def check_device(
     """Raise ConfigError if an engine cannot start on a device: an attention backend does not support its mode, model or
     draft, or the device does not support `deterministic` or the experts.
 
-    capability: of the GPUs; None if unknown.
+    capability: abilities of the GPUs; None if unknown.
     here: whether the GPUs are in this machine; then installed packages are checked, too."""
     try:
         build.check_device(engine_spec(config), _engine(config), Capability(device, capability), here)

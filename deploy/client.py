@@ -24,7 +24,11 @@ class AnswerError(Exception):
 
 @dataclass(frozen=True)
 class Server:
-    """url: where the application is, without /v1. key: the API key, "" for none."""
+    """A server with OpenAI's API.
+
+    url: where the application is, without /v1.
+    key: the API key, "" for none.
+    """
 
     url: str
     key: str = ""

@@ -154,7 +154,7 @@ def run_command(arguments: argparse.Namespace, *more: object) -> int:
     except (ConfigError, TrainingError) as error:
         print(error, file=sys.stderr)
         return 2
-    except BrokenPipeError:  # of `aerie ... | head`
+    except BrokenPipeError:  # the reader ended, as in `aerie ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes its buffer there at exit
         return 128 + signal.SIGPIPE
     except OSError as error:

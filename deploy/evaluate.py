@@ -27,8 +27,11 @@ from aerie.workers.scheduling.request import Request, RequestOutput
 
 @dataclass(frozen=True)
 class DraftReport:
-    """acceptance_length: 1 + accepted / rounds. per_position[k]: share of rounds that accepted at least k + 1 tokens.
-    output_tokens_per_s: over the whole run, including prompts."""
+    """The measured acceptance of a draft.
+
+    acceptance_length: 1 + accepted / rounds. per_position[k]: share of rounds that accepted at least k + 1 tokens.
+    output_tokens_per_s: over the whole run, including prompts.
+    """
 
     num_prompts: int
     num_rounds: int
@@ -45,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
         report = _evaluate_file(arguments)
     except (ConfigError, TrainingError):
         raise
-    except ValueError as error:  # of the engine: a checkpoint that does not fit, a prompt that can never run
+    except ValueError as error:  # from the engine: a checkpoint that does not fit, a prompt that can never run
         raise ConfigError(str(error)) from error
     print_report(report)
     return 0

@@ -336,7 +336,8 @@ def _become_haproxy(binary: str, ports: Sequence[int], arguments: list[str]) -> 
     """Rewrite the configuration that `arguments` name, and exec HAProxy, which takes the port over from the HAProxies
     that run.
 
-    binary, arguments: of HAProxy, as Serve calls it. ports: see `rewritten`.
+    binary, arguments: HAProxy's binary, and its arguments from Serve.
+    ports: see `rewritten`.
     """
     path = Path(arguments[arguments.index("-f") + 1])
     folder = path.parent

@@ -16,10 +16,10 @@ def import_operations() -> None:
             import_module(module.name)
 
 
-def table(here: Capability) -> str:
+def table(capability: Capability) -> str:
     lines = []
     for operation in sorted(OPERATIONS, key=lambda choice: choice.name):
-        serving = operation.serving(here)
+        serving = operation.serving(capability)
         lines.append(operation.name)
         for choice in operation.implementations:
             runs = "runs here" if choice in serving else "not here"
@@ -31,10 +31,12 @@ def table(here: Capability) -> str:
 def main() -> None:
     import_operations()
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    here = Capability.of(device)
-    compute = "" if here.compute is None else f", compute capability {here.compute[0]}.{here.compute[1]}"
-    print(f"{here.type}{compute}; {', '.join(sorted(here.libraries)) or 'no kernel library'} installed\n")
-    print(table(here))
+    capability = Capability.of(device)
+    compute = (
+        "" if capability.compute is None else f", compute capability {capability.compute[0]}.{capability.compute[1]}"
+    )
+    print(f"{capability.type}{compute}; {', '.join(sorted(capability.libraries)) or 'no kernel library'} installed\n")
+    print(table(capability))
 
 
 if __name__ == "__main__":

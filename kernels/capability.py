@@ -19,8 +19,8 @@ GENERATIONS = (
     (10, 0),
     (9, 0),
 )  # one for each GPU generation that tables distinguish
-ALIGNED_BYTES = 16  # of addresses for which kernels are compiled, and which tensor maps need
-MULTIPROCESSORS = 132  # of an H100 or H200; tiles are chosen for it
+ALIGNED_BYTES = 16  # alignment of addresses that kernels are compiled for, and that tensor maps need
+MULTIPROCESSORS = 132  # an H100's or H200's; tables of tiles are for this number
 _FP8_MAJORS = (9, 10)  # GPUs whose tensor cores multiply FP8 in our kernels
 _LIBRARIES = ("triton", "flashinfer")
 _NVRTC = "nvrtc"  # entry of `Capability.libraries`, see `nvrtc_path`
@@ -28,7 +28,9 @@ _NVRTC = "nvrtc"  # entry of `Capability.libraries`, see `nvrtc_path`
 
 @dataclass(frozen=True)
 class Capability:
-    """type: "cpu" or "cuda"; "meta" for tensors without memory.
+    """What a device can do.
+
+    type: "cpu" or "cuda"; "meta" for tensors without memory.
     compute: the GPU's compute capability (major, minor); None on a CPU, or if unknown, as in a plan for another
         machine.
     libraries: installed libraries.

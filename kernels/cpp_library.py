@@ -30,9 +30,9 @@ _COMPILERS = ("g++", "c++")
 _LIMIT_S = 300.0
 
 
-def compiles(here: Capability) -> bool:
+def compiles(device: Capability) -> bool:
     """Return whether a device runs the kernels: the CPU, if they could be compiled. The first call compiles them."""
-    return here.shares_host_memory and library() is not None
+    return device.shares_host_memory and library() is not None
 
 
 @cache

@@ -79,7 +79,11 @@ class HostLayer:
 
 @dataclass(frozen=True)
 class PlacedLayer:
-    """weights: keep their memory. pages: address of the keys."""
+    """A layer's pointers as the C++ kernel reads them.
+
+    weights: keep their memory.
+    pages: address of the keys.
+    """
 
     weights: HostLayer
     layer: _Layer

@@ -34,18 +34,18 @@ R = TypeVar("R")
 Needs = Callable[[Capability], bool]
 
 
-def anywhere(here: Capability) -> bool:
+def anywhere(device: Capability) -> bool:
     return True
 
 
-def on_gpu(here: Capability) -> bool:
+def on_gpu(device: Capability) -> bool:
     """Return whether Triton kernels run: on any GPU that PyTorch supports."""
-    return here.is_gpu
+    return device.is_gpu
 
 
-def on_host(here: Capability) -> bool:
+def on_host(device: Capability) -> bool:
     """Return whether numpy reads the device's tensors in place."""
-    return here.shares_host_memory
+    return device.shares_host_memory
 
 
 @dataclass(frozen=True)
@@ -108,9 +108,9 @@ class Operation(Generic[P, R]):
                 return result
         return self.reference(*args, **kwargs)
 
-    def serving(self, here: Capability) -> tuple[Implementation, ...]:
+    def serving(self, device: Capability) -> tuple[Implementation, ...]:
         """Return the implementations for a device, in order of preference."""
-        return tuple(implementation for implementation in self.implementations if implementation.needs(here))
+        return tuple(implementation for implementation in self.implementations if implementation.needs(device))
 
 
 def _device_of(arguments: tuple[object, ...]) -> torch.device:

@@ -50,7 +50,7 @@ The rule:
     silu_mul                triggers   nothing
     sigmoid_mul             triggers   nothing
     skinny_gemm             triggers   the first columns of W         constant
-                                       B of adapters, rows' places    copies and kernels before the pass; the reset of
+                                       B of adapters, rows' indices   copies and kernels before the pass; the reset of
                                                                       its counters, launched normally, is the fence
     ordered_gemm            triggers   nothing
     ordered (CUDA)          triggers   the first columns of W         constant

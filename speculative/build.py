@@ -86,7 +86,7 @@ def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> 
     if not isinstance(speculation, DraftSpeculation) or (rows := speculation.draft.head_rows) is None:
         return WeightBytes(weights, draft_bytes, formats=formats, adapters=adapters)
     head = -(-rows // speculation.draft_tp) * target.hidden_size * dtype.itemsize
-    return WeightBytes(weights, draft_bytes, rows, head, formats, adapters)
+    return WeightBytes(weights, draft_bytes, head_rows=rows, head=head, formats=formats, adapters=adapters)
 
 
 def plan_engine(spec: EngineSpec, device: Capability | None = None) -> EnginePlan:

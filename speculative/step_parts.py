@@ -128,7 +128,7 @@ def ids_after(chunks: PromptChunks, finals: Finals | None) -> Tensor:
 
 
 MAX_ROUNDS = 48  # a mask has 63 bits
-MAX_ROWS = 512  # of all requests together; bounds the memory of their features
+MAX_ROWS = 512  # maximum rows of all requests together; bounds the memory of their features
 
 
 class DraftBacklog:

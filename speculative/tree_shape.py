@@ -18,7 +18,9 @@ from aerie.workers.config import PLAIN, RoundShape, RoundShapes
 # steps, at the tiles of its products (CAST, arXiv 2610.00321: a width chosen between steps gains 20 %, 128 nodes 2 %).
 BLOCK_WIDTHS = (16, 24, 32, 48, 63, 128)
 MAX_WIDTH = MAX_NODES
-MAX_COLUMNS = MASK_BITS  # of chains, drafting, and trees with a copied branch: their masks are bits
+MAX_COLUMNS = (
+    MASK_BITS  # maximum columns of chains, of drafting, and of trees with a copied branch: their masks are bits
+)
 
 
 @dataclass(frozen=True)

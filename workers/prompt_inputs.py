@@ -135,7 +135,7 @@ class Image(msgspec.Struct, frozen=True, array_like=True):
     grid: its patches as frames, rows and columns.
     data: [patches, channels, pixels of a patch] uint8, of one frame, in the order of the checkpoint's processor, before
         they are scaled and normalised; empty where the ranks have its embeddings.
-    digest: of `grid` and `data`.
+    digest: hash of `grid` and `data`.
     first_row: number of its tokens before `start`.
     """
 

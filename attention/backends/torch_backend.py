@@ -69,6 +69,7 @@ class _PreparedDecode(Prepared):
         return out if v_scale == 1.0 else out * v_scale
 
     def _hidden(self, batch: DecodeBatch, page_size: int, first: Tensor | None, length: int) -> Tensor:
+        """Return `_hidden_positions`, computed once per pass for all layers with this window."""
         key = page_size, batch.window
         if key not in self.hidden_of:
             self.hidden_of[key] = _hidden_positions(batch, first, length)
@@ -83,12 +84,19 @@ def _pages_seen(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor | No
         return batch.page_table[:, :num_pages].long(), None
     first = (batch.prefix_len.long() + 1 - batch.window).clamp_min(0) // page_size
     num_seen = min(num_pages, (batch.window + batch.suffix_len - 2) // page_size + 2)
-    places = first.unsqueeze(1) + torch.arange(num_seen, device=first.device)
-    return batch.page_table.gather(1, places.clamp_max(batch.page_table.shape[1] - 1)).long(), first * page_size
+    columns = first.unsqueeze(1) + torch.arange(num_seen, device=first.device)
+    return batch.page_table.gather(1, columns.clamp_max(batch.page_table.shape[1] - 1)).long(), first * page_size
 
 
 def _hidden_positions(batch: DecodeBatch, first: Tensor | None, length: int) -> Tensor:
-    """Return [B, 1, 1, R, length] bool: True where a row must not attend, for positions from `first` [B] on."""
+    """Return [B, 1, 1, R, length] bool: True where a row must not attend.
+
+    first: [B] position of the first column; None: 0.
+    length: number of columns.
+
+    Columns before `prefix_len` are the prefix, which all rows see. The next `suffix_len` are the tree, of which a row
+    sees its path: bits or spans of `batch.mask`. A window counts backwards along the path, then in the prefix.
+    """
     origin = batch.prefix_len.long() if first is None else batch.prefix_len.long() - first
     column = torch.arange(length, device=batch.mask.device) - origin.unsqueeze(1)
     in_suffix = (column >= 0) & (column < batch.suffix_len)
@@ -102,7 +110,7 @@ def _hidden_positions(batch: DecodeBatch, first: Tensor | None, length: int) -> 
         bits = (mask.unsqueeze(2) >> column.clamp(0, 62).unsqueeze(1)) & 1
     in_prefix = (column < 0).unsqueeze(1)
     if batch.window is not None:
-        path = seen_columns(mask, batch.suffix_len).sum(2, keepdim=True)
+        path = seen_columns(mask, batch.suffix_len).sum(2, keepdim=True)  # nodes of each row's path, itself included
         in_prefix = in_prefix & (column.unsqueeze(1) >= path - batch.window)
     seen = in_prefix | (in_suffix.unsqueeze(1) & bits.bool())
     return ~seen.view(batch.num_requests, 1, 1, batch.rows, length)

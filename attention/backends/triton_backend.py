@@ -198,7 +198,7 @@ def _num_multiprocessors(device: torch.device) -> int:
 class _PreparedPrefill(Prepared):
     """A pass of prompt chunks.
 
-    span: of the backend.
+    span: the backend's span of deterministic sums.
     plans: by shape of layers, built by the first such layer. Windows do not affect them.
     """
 

@@ -26,6 +26,7 @@ from aerie.kernels.kv.batches import DecodeBatch, LatentKV, LayerKV, PrefillBatc
 
 # For backends with a span. Tiles of 16 rows and of 64 give a row the same bits: their instructions differ, the order of
 # additions does not (H200).
+# block_m, block_n, warps, stages, programs_per_sm, min_span
 FIXED_TILES = DecodeTiles(64, 64, 4, 3, 2, 0)
 FIXED_TILES_OF_FEW = DecodeTiles(16, 64, 4, 3, 2, 0)
 WIDE_FIXED_TILES = DecodeTiles(64, 32, 8, 2, 1, 0)  # for heads of more than 256 dimensions

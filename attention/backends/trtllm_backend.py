@@ -47,7 +47,8 @@ class LatentBuffers:
     lengths: [n] int32, tokens that each row sees.
     offsets: [R] int32, tokens after the prefix that a chain's rows see; None for a tree.
     tables: [n, pages] int32, the page table of each row; None if the batch's own is used.
-    empty: [n, 1] bool, whether a row has no prefix. lse: [n, heads] float32. None without log-sum-exps.
+    empty: [n, 1] bool, whether a row has no prefix.
+    lse: [n, heads] float32. None without log-sum-exps.
     workspace, counters: uint8, zero before their first launch; every launch resets its semaphores to zero.
     """
 

@@ -77,7 +77,7 @@ class KVLayout(ABC, Generic[View]):
 
         q: [rows, q_heads, head_dim].
         rows: the layer's projections for the cache, [rows, ...] each; their number depends on the layout.
-        angles: of the rows.
+        angles: rotary angles of the rows.
         slot_mapping: [rows] int64 token indexes. If rows share one (padding, on page 0), any of them may be stored.
         norms: norms of q and the rows, applied before RoPE, for the layout of heads; None: none.
         """
@@ -111,7 +111,9 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class LatentLayout(KVLayout[LatentKV]):
-    """latent: size of the compressed keys and values, which have no position.
+    """The layout of MLA: a token's row is its latent and its rotated key, shared by all heads.
+
+    latent: size of the compressed keys and values, which have no position.
     rotated: size of the rotated part.
     dtype: dtype of both; FP8 is possible for models of any dtype.
     """
@@ -161,7 +163,9 @@ def has_latent_rows(groups: Iterable[LayerGroup]) -> bool:
 
 @dataclass(frozen=True)
 class HeadsLayout(KVLayout[LayerKV]):
-    """num_kv_heads: K/V heads of this rank.
+    """The layout of keys and values per head.
+
+    num_kv_heads: K/V heads of this rank.
     dtype: dtype of keys and values; FP8 is possible for models of any dtype.
     """
 
@@ -203,7 +207,7 @@ class ExpertIds(KVLayout[Tensor]):
     accepted, and preempted requests need nothing else. Written by `aerie.workers.layers.moe`; attention has no part in
     it.
 
-    num_experts: of the layer.
+    num_experts: number of experts of the layer.
     per_row: routed experts of a token.
     """
 

@@ -25,7 +25,7 @@ class NaNPages:
         self.pages.update(pages)
         self._to_clear.append(DUMMY_PAGE)
 
-    def allocated(self, pages: Sequence[int]) -> None:
+    def record_allocation(self, pages: Sequence[int]) -> None:
         """Record that `pages` get another owner in the next plan, which zeroes those that may hold NaN."""
         if self.pages:
             reused = self.pages.intersection(pages)

@@ -95,7 +95,7 @@ class PageAllocator:
                 if not cached[page]:
                     free.append(page)
                     if windows is not None:
-                        windows.freed(page)
+                        windows.free_attached(page)
 
     def cache(self, pages: Iterable[int]) -> None:
         """Mark `pages`, which are held, as cached."""
@@ -111,7 +111,7 @@ class PageAllocator:
             if self._holders[page] == 0:
                 self._free.append(page)
                 if self.windows is not None:
-                    self.windows.freed(page)
+                    self.windows.free_attached(page)
 
     def num_unheld_at_end(self, pages: Sequence[int], limit: int) -> int:
         """Count pages without holders from the end of `pages`, up to the first held one and at most `limit`."""

@@ -103,7 +103,8 @@ class Snapshot:
 
     node: where its last page is.
     kind: why it was saved.
-    before: the previous snapshot of its path. after: the next snapshots below it.
+    before: the previous snapshot of its path.
+    after: the next snapshots below it.
     since: tick of `aerie.attention.kv_cache.snapshots.Snapshots` at which it was added or last used.
     recorded: tick up to which the estimates of `Snapshots` include its time.
     """

@@ -72,7 +72,7 @@ class SlotWindows:
 
     def take(self, pages: Sequence[int]) -> None:
         """Attach window pages to newly allocated `pages`."""
-        self.nan_pages.allocated(self.pages.allocate(pages))
+        self.nan_pages.record_allocation(self.pages.allocate(pages))
 
     def shrink(self, pages: Sequence[int]) -> None:
         """Remove `pages` from the end of a table, before they are released."""

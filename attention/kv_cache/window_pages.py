@@ -15,7 +15,9 @@ PASSED_SHARE = 4  # pages that a window has passed are taken first while they ar
 
 @dataclass(frozen=True)
 class WindowSizes:
-    """window: maximum tokens that a row sees, including itself.
+    """Sizes of a pool of window pages.
+
+    window: maximum tokens that a row sees, including itself.
     num_pages: window pages, without page 0.
     """
 
@@ -112,7 +114,7 @@ class WindowPages:
                     self._was_reused[page] = 1
                     self._useful[page] = None
 
-    def freed(self, page: int) -> None:
+    def free_attached(self, page: int) -> None:
         """Free the window page of a freed page."""
         if self.of[page]:
             assert self._holders[page] == 0, f"page {page} is free, and its window page is held"

@@ -42,7 +42,7 @@ class StateGroup:
 
 def chunk_bytes(groups: Iterable[StateGroup], num_tokens: int) -> int:
     """Return the scratch bytes of a layer's GPU kernels for a prompt chunk; the maximum over layers."""
-    return max((scratch_bytes(each.layout.heads, each.layout.dtype, num_tokens, 1) for each in groups), default=0)
+    return max((scratch_bytes(group.layout.heads, group.layout.dtype, num_tokens, 1) for group in groups), default=0)
 
 
 def saved_dtype(cache: CacheConfig) -> torch.dtype:

@@ -14,7 +14,10 @@ _LOST = "its routed experts were lost"
 
 
 class ExpertReads:
-    """ready: called with outputs, once they have their experts, or an error in their place."""
+    """Reads the routed experts of requests that ended, for `routed_experts`.
+
+    ready: called with outputs, once they have their experts, or an error in their place.
+    """
 
     def __init__(self, scheduler: Scheduler, ready: Callable[[list[RequestOutput]], None]) -> None:
         self._scheduler, self._ready = scheduler, ready
@@ -23,7 +26,9 @@ class ExpertReads:
     def take(self, outputs: list[RequestOutput]) -> list[RequestOutput]:
         """Return a step's outputs without those that wait. Call it before another plan is made, which may overwrite the
         pages of requests that have ended."""
-        ended = [each for each in outputs if each.request.sampling.routed_experts and each.finish_reason is not None]
+        ended = [
+            output for output in outputs if output.request.sampling.routed_experts and output.finish_reason is not None
+        ]
         if not ended:
             return outputs
         reads = []
@@ -38,8 +43,8 @@ class ExpertReads:
                 self._compute_again(waiting)
         if reads:
             self._read(reads)
-        names = {each.request.request_id for each in ended}
-        return [each for each in outputs if each.request.request_id not in names]
+        names = {output.request.request_id for output in ended}
+        return [output for output in outputs if output.request.request_id not in names]
 
     def reset(self) -> None:
         """End what is computed again, because the ranks are lost."""
@@ -65,16 +70,16 @@ class ExpertReads:
     def _read(self, waiting: Sequence[RequestOutput]) -> None:
         def answered(answers: Sequence[CommandAnswer]) -> None:
             if error := first_error(answers):
-                self._ready([_failed(each, f"{_LOST}: {error}") for each in waiting])
+                self._ready([_failed(output, f"{_LOST}: {error}") for output in waiting])
                 return
-            (read,) = [each.result for each in answers if each.rank == 0]
+            (read,) = [answer.result for answer in answers if answer.rank == 0]
             assert isinstance(read, RoutedExperts)
             pairs = zip(waiting, read.files, strict=True)
-            self._ready([msgspec.structs.replace(each, routed_experts=file, pages=()) for each, file in pairs])
+            self._ready([msgspec.structs.replace(output, routed_experts=file, pages=()) for output, file in pairs])
 
         # the newest token has no KV
-        counts = tuple(len(each.request.prompt) + len(each.request.output) - 1 for each in waiting)
-        self._scheduler.add_command(ReadRoutedExperts(tuple(each.pages for each in waiting), counts), answered)
+        counts = tuple(len(output.request.prompt) + len(output.request.output) - 1 for output in waiting)
+        self._scheduler.add_command(ReadRoutedExperts(tuple(output.pages for output in waiting), counts), answered)
 
 
 def _failed(output: RequestOutput, error: str) -> RequestOutput:

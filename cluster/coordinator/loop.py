@@ -332,12 +332,12 @@ class CoordinatorLoop:
                 if command is not None:
                     self._worker_group.send_command(command)
                 return
-            self._plan_timing.sent(now, self._scheduler.expected)
+            self._plan_timing.record_plan(now, self._scheduler.expected)
             self._worker_group.send(plan)
 
     def _take_result(self, result: StepResult) -> None:
         if result.epoch == self._scheduler.epoch:
-            self._plan_timing.answered(self._clock(), result.elapsed_s)
+            self._plan_timing.record_result(self._clock(), result.elapsed_s)
         self._outputs += self._expert_reads.take(self._scheduler.apply(result))
         self.streams.states.publish_soon()
         self._last_step_s = self._clock()

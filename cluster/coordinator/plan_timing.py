@@ -61,11 +61,11 @@ class PlanTiming:
             end_s += (step.expected.ms - step.expected.early_ms) / 1000
         return end_s - self.margin_s
 
-    def sent(self, now: float, expected: Prediction | None) -> None:
+    def record_plan(self, now: float, expected: Prediction | None) -> None:
         """Record that a plan was sent. expected: time of its step; None if unknown."""
         self._in_flight.append(_Sent(now, expected))
 
-    def answered(self, now: float, elapsed_s: float) -> None:
+    def record_result(self, now: float, elapsed_s: float) -> None:
         """Record the oldest plan's result. elapsed_s: from its arrival at rank 0 to the end of its step."""
         due_s, step, before_s = self.due_s(), self._in_flight.popleft(), self._last_result_s
         self._last_result_s = now

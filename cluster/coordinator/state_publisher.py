@@ -19,8 +19,11 @@ MAX_ADVERTISED_PAGES = 8192  # bound on an ingress's memory per engine; beyond i
 
 
 class _Subscriber:
-    """unsent: changed digests, and whether each is cached now. adapters: those of the last message, and the
-    changes of adapters."""
+    """What an ingress has not been sent yet.
+
+    unsent: changed digests, and whether each is cached now.
+    adapters: those of the last message, and the changes of adapters.
+    """
 
     def __init__(self, unsent: dict[bytes, bool]) -> None:
         self.num_received = 0
@@ -102,7 +105,7 @@ class StatePublisher:
             "identity": self._identity,
         }
         adapters = {
-            adapter.name: AdapterState(adapter.path, adapter.number, adapter.place >= 0)
+            adapter.name: AdapterState(adapter.path, adapter.number, adapter.index >= 0)
             for adapter in scheduler.adapters.loaded
         }
         changes_of_adapters = dict(scheduler.adapters.changes)

@@ -54,7 +54,7 @@ class WorkerLinks:
         self._on_result = on_result
         self._on_answers = on_answers
         self._answers: dict[int, CommandAnswer] = {}  # by rank, to the command in flight
-        self._extra_s = 0.0  # of the command in flight
+        self._extra_s = 0.0  # time allowed for the command in flight beyond a step's limit
         self._on_lost = on_lost
         self._is_lost = False
         self._unanswered: deque[tuple[int, float]] = deque()

@@ -49,7 +49,7 @@ class Calls:
         methods: dict[str, str] = self._app.state.administration
         route = path.partition("?")[0]
         if route not in methods:
-            known = ", ".join(each.removeprefix("/") for each in methods)
+            known = ", ".join(method.removeprefix("/") for method in methods)
             raise ValueError(f"route {route.removeprefix('/')!r}: must be one of {known}")
         reply = await self.call(path, body, method=methods[route], **options)
         assert isinstance(reply, dict), "these routes do not stream"

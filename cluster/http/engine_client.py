@@ -39,7 +39,7 @@ class EngineClient(Protocol):
         token_origins: send `drafted` with every delta that has tokens.
         output: tokens that the answer already has; they count against `sampling.max_tokens` and are not sent again.
         owner: whose request it is.
-        inputs: of the prompt, besides its tokens.
+        inputs: inputs of the prompt besides its tokens.
         Raises `EngineRefused` before the first delta if no engine accepts the request. The last delta has `finish`;
         later failures set finish="error" instead of raising. Closing the generator (`aclose`, or cancelling the waiting
         task) before the last delta aborts the request.

@@ -41,7 +41,8 @@ class KeyUsage:
 
     requests: generation requests that ended, whatever their status.
     limited: those refused by the key's own limits.
-    prompt_tokens, cached_tokens, output_tokens: of requests that reached an engine; cached ones are among the prompt's.
+    prompt_tokens, cached_tokens, output_tokens: counts over requests that reached an engine; cached tokens are prompt
+        tokens, too.
     """
 
     requests: int = 0
@@ -70,7 +71,7 @@ class RequestCounts:
         """Count these routes separately; all others count together, because clients choose paths."""
         self._routes = frozenset(routes)
 
-    def ended(self, path: str, status: int, reason: str) -> None:
+    def count(self, path: str, status: int, reason: str) -> None:
         """Count one request. status: 0 if the client disconnected before a status was sent. reason: "" for success."""
         route = path if path in self._routes else OTHER
         self._ended[route, str(status), reason] += 1
@@ -193,7 +194,7 @@ class _Snapshot(Collector):
         yield from (age, steps, seconds)
 
     def _family(self, metric: Metric, values: Mapping[str, Any]) -> Family:
-        """values: value of each engine."""
+        """Return a metric's Prometheus family. values: its value for each engine."""
         labels = ["model_name", "engine", *([metric.label] if metric.label else [])]
         if metric.kind == "histogram":
             family = HistogramMetricFamily(metric.name, metric.help, labels=labels)

@@ -35,7 +35,9 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 
 class Origins:
-    """allowed_hosts: names in addition to those that can only be local: addresses, names without a dot, private
+    """The hosts and origins that requests without keys may name.
+
+    allowed_hosts: names in addition to those that can only be local: addresses, names without a dot, private
     domains, this machine's name.
     allowed_origins: such as "https://chat.example.com"; "*": all.
     """
@@ -183,7 +185,7 @@ class EdgeMiddleware:
             await internal(state["request_id"]).response()(scope, receive, send_with_id)
         finally:
             reason = reason_of(scope)
-            self._counts.ended(route, status, reason)
+            self._counts.count(route, status, reason)
             if GENERATES in state:
                 log_generation(scope, self._counts, status, reason, time.monotonic() - begin_s)
             elif route not in QUIET_ROUTES:

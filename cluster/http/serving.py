@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-NO_LEARN_HEADER = "x-aerie-no-learn"  # of a request whose text no draft may learn from
+NO_LEARN_HEADER = "x-aerie-no-learn"  # sent with requests whose texts no draft may learn from
 
 Emit = Callable[[int, Piece, ReplyDelta], Awaitable[None]]  # arguments: choice, piece, and its parsed delta
 

@@ -124,7 +124,7 @@ class Tenant:
 
     name: "" for all requests of a server without keys.
     is_admin: whether it may use administrative routes.
-    limits: of its requests.
+    limits: limits on its requests.
     cache_seed: separates its cached prefixes from those of others; b"": they are shared.
     """
 

@@ -121,7 +121,10 @@ class RequestTrace:
 
 
 class Tracing:
-    """provider: creates spans; None: tracing is off."""
+    """Sends a span for each request, by OpenTelemetry.
+
+    provider: creates spans; None: tracing is off.
+    """
 
     def __init__(self, provider: "TracerProvider | None" = None) -> None:
         self._provider = provider

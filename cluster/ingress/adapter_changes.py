@@ -26,7 +26,7 @@ class AdapterChanges:
     def __init__(self) -> None:
         self._newest: dict[str, AdapterChange] = {}
 
-    def heard(self, view: EngineView) -> None:
+    def update(self, view: EngineView) -> None:
         """Take an engine's report."""
         for name, change in view.adapter_changes.items():
             self._newest[name] = max(change, self._newest.get(name, _NEVER))

@@ -71,7 +71,7 @@ class Attempts:
             return "stop"
         return "length" if len(delivered) >= sampling.max_tokens else None
 
-    def failed(self, name: str, failed: EngineFailed) -> None:
+    def record_failure(self, name: str, failed: EngineFailed) -> None:
         """Record that an engine failed, or did not accept the request in time."""
         self.num_failed += 1
         before = self.num_crashes
@@ -85,7 +85,7 @@ class Attempts:
         else:
             self.avoid.add(name)
 
-    def refused(self, name: str, refusal: Refusal) -> None:
+    def record_refusal(self, name: str, refusal: Refusal) -> None:
         """Record that an engine refused the request with a reason. If several queues are full, the client is told when
         the first one has room."""
         self.num_failed += refusal.kind != "leaving"

@@ -119,7 +119,7 @@ class EngineLink:
         if isinstance(message, TokenBatch):
             self._deliver(message)
         elif isinstance(message, EngineState):
-            self.view.heard(message, self._clock())
+            self.view.update(message, self._clock())
             self._on_state()
         elif isinstance(message, Refused) and (stream := self._streams.pop(message.request_id, None)) is not None:
             stream.fail(EngineRefused(message.refusal))
@@ -182,7 +182,7 @@ class EngineLinks:
     find: takes names of known engines; returns the inbox endpoint of every living coordinator by name, "" for known
         ones and for those that accept no requests yet.
     routing: how engines are chosen.
-    identity: of the engines that may be chosen (`aerie.cluster.plan.identity`).
+    identity: identity of the engines that may be chosen (`aerie.cluster.plan.identity`).
     """
 
     def __init__(
@@ -244,7 +244,7 @@ class EngineLinks:
         """Send a request to the engine that `choose` returned; see `EngineLink.start`."""
         link = self._links[name]
         if isinstance(message, GenerateRequest):
-            link.view.sent(prompt, self._clock())
+            link.view.record_request(prompt, self._clock())
         return link.start(message)
 
     def adapters(self) -> dict[str, str]:
@@ -327,7 +327,7 @@ class EngineLinks:
             logger.warning("engine %s has another model or version; this ingress does not use it", name)
         self._foreign = foreign
         for name in reported.keys() - foreign:
-            self.adapter_changes.heard(self._links[name].view)
+            self.adapter_changes.update(self._links[name].view)
         states = [state for name, state in reported.items() if name not in foreign]
         self._has_met = self._has_met or bool(states)
         if self._has_met and any(reported[name].status == "ready" for name in foreign):

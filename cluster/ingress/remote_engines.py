@@ -272,10 +272,10 @@ class RemoteEngines:
                     async with asyncio.timeout(remaining_s):
                         await stream.changed.wait()
         except EngineRefused as refused:
-            attempts.refused(name, refused.refusal)
+            attempts.record_refusal(name, refused.refusal)
         except EngineFailed as failed:
             failed.num_crashes = stream.num_crashes
-            attempts.failed(name, failed)
+            attempts.record_failure(name, failed)
             if not failed.had_taken:
                 self._engines.suspect(name)
             if is_request:

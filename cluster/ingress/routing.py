@@ -75,7 +75,7 @@ class EngineView:
         self._unreported: deque[tuple[int, int]] = deque()
         self._unreported_tokens = 0
 
-    def heard(self, state: EngineState, now: float) -> None:
+    def update(self, state: EngineState, now: float) -> None:
         """Update the view by a report."""
         self.state, self.heard_s, self.is_suspect = state, now, False
         self.adapters = self.adapters if state.adapters is None else state.adapters
@@ -91,7 +91,7 @@ class EngineView:
         while self._promised and (oldest := next(iter(self._promised))) and self._promised[oldest] < now:
             del self._promised[oldest]
 
-    def sent(self, prompt: Prompt, now: float) -> None:
+    def record_request(self, prompt: Prompt, now: float) -> None:
         """Record that a request is sent to the engine now."""
         self.num_sent += 1
         if self.state is None:

@@ -11,27 +11,27 @@ class LearningConfig:
     """A draft that learns from the texts that its engine writes (docs/learning-draft.md). Off without this section.
 
     device: where it is trained.
-    priority: `idle`: in time that no other process of the machine wants; `engine_idle`: in such time, and only while
-        the engine has no request; `normal`: beside all processes.
+    priority: when it is trained. `idle`: with the lowest scheduling priority (SCHED_IDLE); `engine_idle`: so, and only
+        while the engine has no request; `normal`: with the usual priority.
     threads: torch threads of the training.
-    memory_tokens: tokens of texts that are kept, in memory only; older ones give way to newer ones.
-    key_share: most of them that are of one API key, if there are several.
+    memory_tokens: maximum tokens of the texts, which are kept in memory only; newer texts replace older ones.
+    key_share: maximum share of these tokens from one API key, if several keys are used.
     held_out: share of the texts that are never trained on; candidates are measured on them.
     min_texts: new texts between two candidates, and texts held out before the first.
-    recent_texts: newest texts. A candidate is trained on them and on as many older ones, and must be better on those of
-        them that are held out.
-    max_length: tokens of a text; its end beyond them is left out.
+    recent_texts: number of newest texts. A candidate is trained on them and on as many older ones, and must be better
+        on the held-out ones among the newest.
+    max_length: maximum tokens of a text; the rest is cut off.
     steps: training steps of a candidate.
-    batch_tokens: tokens of a step.
-    learning_rate: of AdamW.
+    batch_tokens: tokens per training step.
+    learning_rate: maximum learning rate of AdamW.
     min_gain: a candidate is published only if its acceptance length on recent texts is better by this share, with 95 %
         confidence.
     max_loss: a candidate is not published if its acceptance length on older texts is worse by more than this share,
         with 95 % confidence.
     canary_rounds: with several engines, rounds that a draft serves on the engine that trains before others get it.
-    versions: published versions that are kept to go back to.
-    folder: where their weights are written; "": in the engine's folder for its sockets, which goes with it. Clusters of
-        several nodes need one that all nodes share.
+    versions: number of published versions that can be restored.
+    folder: where the weights of versions are written; "": the engine's folder of sockets, which is removed with it.
+        Clusters of several nodes need a folder that all nodes share.
     """
 
     device: Literal["cpu"] = "cpu"

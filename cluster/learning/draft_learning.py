@@ -47,7 +47,7 @@ class DraftLearning:
         self.served = served
         self.reservoir = Reservoir(config.memory_tokens, config.key_share, config.held_out)
         self._random = random.Random(0)
-        self._newest: Path | None = None  # of the weights that the learner has trained since its last reset
+        self._newest: Path | None = None  # newest published version of the weights trained since the last reset
         self._next_at = config.min_texts  # texts, after which a candidate is due
         self._num_saved = max(map(_number, folder.glob("draft-*")), default=0)  # a former process's may be served
 

@@ -7,7 +7,7 @@ import os
 import time
 from pathlib import Path
 
-_POLL_S = 0.005  # of a waiting training; a request that ends is noticed this much later
+_POLL_S = 0.005  # between checks of a training that waits; it continues at most this long after the last request
 
 
 class EngineBusy:

@@ -14,7 +14,7 @@ _DRAWS = 2000
 _QUANTILES = 5.0, 95.0  # per cent
 
 Numbers = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-Rounds = Sequence[tuple[int, int]]  # of each text: rounds, and draft tokens that they accepted
+Rounds = Sequence[tuple[int, int]]  # (rounds, draft tokens that they accepted) of each text
 
 
 class Gain(NamedTuple):

@@ -23,7 +23,7 @@ from aerie.workers.scheduling.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 _MAX_WAITING_TOKENS = 1_000_000  # texts that the learner has not taken
-_MAX_SNAPSHOTS = 240  # of the acceptance, one per housekeeping of half a second: the usual one is of two minutes
+_MAX_SNAPSHOTS = 240  # of `accepted_histogram`, two per second: the usual acceptance is that of two minutes
 ORIGINAL = "0"
 
 
@@ -32,8 +32,9 @@ class Trial:
     """A draft whose acceptance has fallen was taken back, and the one before runs instead. Texts that have changed make
     both accept less; then the first comes back.
 
-    version: the draft that was taken back. length: draft tokens that its last rounds accepted, mean.
-    num_rounds, num_accepted: of the draft before, since then.
+    version: the draft that was taken back.
+    length: draft tokens that its last rounds accepted, mean.
+    num_rounds, num_accepted: counts of the draft before, since then.
     """
 
     version: DraftVersion
@@ -47,7 +48,7 @@ class News(msgspec.Struct, frozen=True, array_like=True):
 
     served: folder of the draft that the ranks have; during a `Trial`, of the one that was taken back.
     num_rollbacks: so far, without one on trial.
-    num_rounds: of the ranks with this draft.
+    num_rounds: number of rounds with this draft.
     """
 
     texts: tuple[Text, ...]
@@ -73,7 +74,7 @@ class PublishedDrafts:
     ) -> None:
         self.versions = [DraftVersion(ORIGINAL, draft)]
         self.num_candidates = self.num_rollbacks = self.num_texts = self._num_rounds = 0
-        self.gain = 0.0  # of the newest candidate
+        self.gain = 0.0  # gain of the newest candidate
         self._scheduler, self._load = scheduler, load
         self._busy = EngineBusy(Path(busy_file)) if busy_file else None
         self._texts: deque[Text] = deque()
@@ -87,7 +88,7 @@ class PublishedDrafts:
     @property
     def served(self) -> DraftVersion:
         """The draft that the ranks have."""
-        return next(each for each in self.versions if each.state == "served")
+        return next(version for version in self.versions if version.state == "served")
 
     def counts(self) -> dict[str, Any]:
         """Return fields of `EngineStats`."""
@@ -136,7 +137,7 @@ class PublishedDrafts:
             return
         name = Path(candidate.folder).name.removeprefix("draft-")
         version = DraftVersion(name, candidate.folder, "served", candidate.gain, candidate.low)
-        if any(each.name == name for each in self.versions):
+        if any(known.name == name for known in self.versions):
             version = msgspec.structs.replace(version, name=f"{name}.{self.num_candidates}")
 
         def answered(answers: Sequence[CommandAnswer]) -> None:
@@ -151,9 +152,9 @@ class PublishedDrafts:
 
     def roll_back(self, name: str, on_answered: OnAnswered, why: str = "asked for") -> None:
         """Load an earlier version. Raises ValueError for one that is unknown, or whose files are gone."""
-        found = [each for each in self.versions if each.name == name]
-        if not found:
-            raise ValueError(f"version={name}: must be one of {', '.join(each.name for each in self.versions)}")
+        version = next((known for known in self.versions if known.name == name), None)
+        if version is None:
+            raise ValueError(f"version={name}: must be one of {', '.join(known.name for known in self.versions)}")
 
         self._trial = None
 
@@ -162,11 +163,11 @@ class PublishedDrafts:
                 self.num_rollbacks += 1
                 logger.warning("draft %s is taken back for %s: %s", self.served.name, name, why)
                 self._replace("rolled back", why)
-                index = next(i for i, each in enumerate(self.versions) if each.name == name)
+                index = next(i for i, known in enumerate(self.versions) if known.name == name)
                 self.versions[index] = msgspec.structs.replace(self.versions[index], state="served")
             on_answered(answers)
 
-        self._switch(found[0], answered)
+        self._switch(version, answered)
 
     def check_acceptance(self) -> None:
         """Compare the acceptance with the usual one; roll back if it has fallen. Call it twice a second while there are
@@ -188,7 +189,7 @@ class PublishedDrafts:
         if not self._watch.is_known:
             why = self._scheduler.weights.draft.fault
         if why:
-            former = [each.name for each in self.versions if each.state == "former"] or [ORIGINAL]
+            former = [version.name for version in self.versions if version.state == "former"] or [ORIGINAL]
             trial = Trial(self.served, self._recent_length()) if self._watch.is_known else None
 
             def taken_back(answers: Sequence[CommandAnswer]) -> None:
@@ -228,7 +229,7 @@ class PublishedDrafts:
                 logger.info("draft %s is served again: the one before accepts no more of these texts", name)
                 self._replace("former")
                 restored = msgspec.structs.replace(trial.version, state="served", why="")
-                self.versions = [restored if each.name == name else each for each in self.versions]
+                self.versions = [restored if version.name == name else version for version in self.versions]
 
         name = trial.version.name
         try:
@@ -266,6 +267,6 @@ class PublishedDrafts:
     def _replace(self, state: str, why: str = "") -> None:
         """Set the state of the served version, which is none from now on."""
         self.versions = [
-            msgspec.structs.replace(each, state=state, why=why) if each.state == "served" else each
-            for each in self.versions
+            msgspec.structs.replace(version, state=state, why=why) if version.state == "served" else version
+            for version in self.versions
         ]

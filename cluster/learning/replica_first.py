@@ -52,14 +52,14 @@ class ReplicaFirst:
         if Path(news.served).is_dir():  # the engine that wrote it may be gone, with its files
             self._learning.serve(Path(news.served), news.num_rollbacks > self._num_rollbacks)
         self._num_rollbacks = news.num_rollbacks
-        others_news = {name: each for name, link in others.items() if (each := link.news()) is not None}
-        for text in (text for each in (news, *others_news.values()) for text in each.texts):
+        others_news = {name: engine_news for name, link in others.items() if (engine_news := link.news()) is not None}
+        for text in (text for engine_news in (news, *others_news.values()) for text in engine_news.texts):
             self._learning.reservoir.add(text)
         if (draft := self._published.get(news.served)) is not None and others:
             if news.num_rounds < self._canary_rounds:
                 return False
-            for name, each in others_news.items():
-                self._pass_on(draft, name, others[name], each)
+            for name, engine_news in others_news.items():
+                self._pass_on(draft, name, others[name], engine_news)
         candidate = self._learning.train_candidate()
         if candidate is None:
             return False

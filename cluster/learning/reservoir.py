@@ -35,7 +35,7 @@ class Parts(NamedTuple):
 class Reservoir:
     """A sample of the newest texts.
 
-    max_tokens: of all texts.
+    max_tokens: maximum tokens of all texts together.
     key_share: most of them that are of one key, once there are several keys.
     held_out: share of the prompts whose texts are held out. A prompt's hash decides, so that no answer to a held-out
         prompt is trained on.
@@ -65,7 +65,7 @@ class Reservoir:
         self.num_added += 1
         limit = self.key_share * self.max_tokens
         while len(+self._by_key) > 1 and self._by_key[text.key] > limit:
-            self._forget([index for index, each in enumerate(self._texts) if each.key == text.key])
+            self._forget([index for index, known in enumerate(self._texts) if known.key == text.key])
         while self.num_tokens > self.max_tokens:
             self._forget(range(len(self._texts) - 1))
 

@@ -8,7 +8,7 @@ exp(-2 * tolerance * limit / variance) (Siegmund, Sequential Analysis, 1985), he
 import math
 from collections.abc import Sequence
 
-_TOLERANCE = 0.05  # of the acceptance length
+_TOLERANCE = 0.05  # share of the acceptance length by which equally good drafts may seem to differ
 _FALSE_ALARM = 1e-4
 MIN_ROUNDS = 256  # from which the usual acceptance is known
 

@@ -35,7 +35,9 @@ FRESH_S = 30.0
 
 
 class Refusal(msgspec.Struct):
-    """at: Unix seconds.
+    """A refused start, in Ray's key-value store.
+
+    at: Unix seconds.
     identity: see `aerie.cluster.plan.start_identity`.
     reason: the error's text.
     """

@@ -42,8 +42,8 @@ class DraftLearner:
         """Train the draft while this engine leads. Returns when its coordinator has ended, or if target or draft cannot
         be trained.
 
-        prefix: of the names of the application's coordinators.
-        name: of this engine's.
+        prefix: prefix of the names of the application's coordinators.
+        name: name of this engine's coordinator.
         """
         try:
             self._run(prefix, name)
@@ -71,7 +71,7 @@ class DraftLearner:
                 continue
             if first is None:
                 first = ReplicaFirst(self._learning(), config.canary_rounds)
-            links = {each: CoordinatorLink(actor, each == name) for each, actor in coordinators.items()}
+            links = {engine: CoordinatorLink(actor, engine == name) for engine, actor in coordinators.items()}
             try:
                 was_due = first.run_once(links.pop(name), links)
             except ray.exceptions.RayTaskError as busy:  # its loop was busy; if it has ended, so does this actor
@@ -119,11 +119,11 @@ class CoordinatorLink:
 def _learned(coordinators: Mapping[str, Any]) -> dict[str, bool]:
     """Return for each engine whether it serves a draft that has learned; False if it does not answer."""
     asked = {name: actor.stats.remote() for name, actor in coordinators.items()}
-    found = dict.fromkeys(asked, False)
+    known = dict.fromkeys(asked, False)
     for name, reply in asked.items():
         with contextlib.suppress(ray.exceptions.RayError):
-            found[name] = msgspec.msgpack.decode(ray.get(reply, timeout=ANSWER_S), type=EngineStats).draft_version > 0
-    return found
+            known[name] = msgspec.msgpack.decode(ray.get(reply, timeout=ANSWER_S), type=EngineStats).draft_version > 0
+    return known
 
 
 def use_idle_time() -> None:

@@ -61,7 +61,7 @@ class DraftVersion(msgspec.Struct, frozen=True):
     folder: its files.
     state: "served", "former", or "rolled back".
     gain, low: acceptance length relative to the draft before, minus 1, on held-out texts, and its lower bound.
-    why: of a rollback.
+    why: reason of a rollback.
     """
 
     name: str

@@ -30,7 +30,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, array_like=True, tag=True):
     running_stats: fill the statistics of every delta, because the ingress may end the answer at any of them.
     token_origins: report for every token whether it was drafted.
     owner: whose request it is.
-    inputs: of the prompt, besides its tokens.
+    inputs: inputs of the prompt besides its tokens.
     """
 
     request_id: str
@@ -177,7 +177,7 @@ class AdapterState(msgspec.Struct, frozen=True, array_like=True):
     """A LoRA adapter of an engine.
 
     path: its folder.
-    number: of its load, a part of the digests (`salt_of_adapter`).
+    number: counts loads; a part of the digests (`salt_of_adapter`).
     is_placed: whether it is in the tables of the ranks' devices.
     """
 

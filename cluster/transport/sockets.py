@@ -225,9 +225,9 @@ def own_folders() -> Iterator[tuple[Path, dict[str, object]]]:
 
 
 def is_alive(process: Mapping[str, object]) -> bool:
-    """Whether the process of this identity runs."""
+    """Whether the process with this `identity` runs."""
     pid = process["pid"]
-    had_ended = process["started"] == "" != process["namespace"]
+    had_ended = process["namespace"] != "" and process["started"] == ""  # when its identity was read
     return isinstance(pid, int) and not had_ended and process == identity(pid)
 
 

@@ -74,7 +74,7 @@ class Mix:
         return Mix(lengths(self.prompts, prompt_cap), lengths(self.answers, answer_cap), prefixes)
 
 
-SIGMA = 0.8  # of lognormal lengths, unless others are given
+SIGMA = 0.8  # standard deviation of the logarithm of lengths, by default
 MIXES = {
     "plain": Mix(Lengths(1024, SIGMA, 4096), Lengths(256, SIGMA, 1024)),
     "prompt-heavy": Mix(Lengths(3000, SIGMA, 7000), Lengths(150, SIGMA, 1024), Prefixes(8, 2048, 0.4)),
@@ -86,7 +86,10 @@ OWN_TOKENS = 16  # minimum tokens of a prompt after its prefix
 
 @dataclass(frozen=True)
 class Arrival:
-    """due_s: seconds since the start."""
+    """A request of an open loop.
+
+    due_s: seconds since the start.
+    """
 
     due_s: float
     prompt: tuple[int, ...]

@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     name = arguments.name or server.url
     try:
         results = asyncio.run(measure(target, traffic, rates, arguments.drain_s, arguments.warm))
-    except RuntimeError as error:  # of the warm-up
+    except RuntimeError as error:  # the warm-up failed
         raise ConfigError(str(error)) from None
     print(*markdown({name: results}), sep="\n")
     for rate in results:

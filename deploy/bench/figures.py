@@ -45,7 +45,10 @@ COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7c3aed", "#be185d", "#57534e")
 
 @dataclass(frozen=True)
 class Point:
-    """label: text beside the point, "" for none."""
+    """A point of a plot.
+
+    label: text beside the point, "" for none.
+    """
 
     x: float
     y: float

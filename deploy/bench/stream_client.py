@@ -83,7 +83,7 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._answered = Answered()
         self._parser = httptools.HttpResponseParser(self)
-        self._now_s = 0.0  # of the read that is parsed
+        self._now_s = 0.0  # time of the read that is being parsed
         self._line = b""
         self.retry_after = ""
         self._ended: asyncio.Future[None] | None = None

@@ -17,10 +17,10 @@ from aerie.deploy.check_cache import WORDS
 from aerie.deploy.client import AnswerError, Server, message_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-MAX_TRIES = 20  # of a request that the server is too busy for
+MAX_TRIES = 20  # of one request while the server refuses it as too busy
 LONGEST_WAIT_S = 10.0  # before another try, whatever Retry-After says
 BUSY = (429, 503)
-HEAD_START_S = 0.3  # of neighbours, so that they run when the first answer is asked for
+HEAD_START_S = 0.3  # time for neighbours to start before the first answer is asked for
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Sample:
     """An answer to a completion.
 
     tokens: the text of each token, or "token_id:" and its id where the server gives ids.
-    logprobs: of each token, as the server printed it.
+    logprobs: log-probability of each token, as the server printed it.
     """
 
     text: str

@@ -23,7 +23,7 @@ from aerie.deploy.check_server.ask import Asker
 from aerie.deploy.check_server.exact import Comparison, Question, circumstances, questions, run
 from aerie.deploy.client import CONNECT_TIMEOUT_S, AnswerError, Server, parse_server
 
-LONGEST_WORDS, TOKENS_A_WORD = 4000, 2  # of a prompt; maximum tokens per word in any tokenizer
+LONGEST_WORDS, TOKENS_A_WORD = 4000, 2  # words of the longest prompt; maximum tokens per word in any tokenizer
 
 
 @dataclass(frozen=True)

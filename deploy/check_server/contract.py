@@ -12,7 +12,7 @@ from typing import Any
 from aerie.deploy.check_server.ask import CHAT, COMPLETIONS, Asker, Sample, Usage, neighbours, words_of
 from aerie.deploy.client import AnswerError
 
-ROWS = 8  # of a list with identifiers
+ROWS = 8  # lines of a list whose lines have identifiers
 STOPS = 4  # strings that are tried as a stop for each answer
 NAMES = (
     "amber",
@@ -77,7 +77,13 @@ class Result:
 
 @dataclass(frozen=True)
 class Setting:
-    """count: answers a check asks for. max_tokens: of each. others: neighbours while it runs. seed: of the prompts."""
+    """How many answers the checks ask for, and how.
+
+    count: answers a check asks for.
+    max_tokens: maximum tokens of each answer.
+    others: neighbours while it runs.
+    seed: seed of the random prompts.
+    """
 
     count: int
     max_tokens: int
@@ -175,8 +181,8 @@ async def usages(ask: Asker, setting: Setting) -> Result:
             limit = rng.randint(1, setting.max_tokens)
             prompt = words_of(rng, rng.randint(1, 60))
             body: dict[str, Any] = {"prompt": prompt, "max_tokens": limit, "temperature": 1.0}
-            one = await ask.complete(**body, seed=number)
-            _expect_counts(result, one, limit)
+            answer = await ask.complete(**body, seed=number)
+            _expect_counts(result, answer, limit)
             two = await ask.post(COMPLETIONS, {**body, "n": 2, "seed": number})
             usage = Usage.of(two)
             _expect_sum(result, usage, "n=2")

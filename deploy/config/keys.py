@@ -27,8 +27,13 @@ _WIDTH = 100
 
 @dataclass(frozen=True)
 class Key:
-    """name: `section.key`, or a key outside of sections. default: as printed. kind: its type. setting: what else its
-    field declares."""
+    """A key of the configuration, as `aerie config` prints it.
+
+    name: `section.key`, or a key outside of sections.
+    default: as printed.
+    kind: its type.
+    setting: what else its field declares.
+    """
 
     name: str
     default: str

@@ -226,8 +226,8 @@ def _set(args: dict[str, Any], key: str, value: Any, shown: str) -> None:
 class Chosen:
     """A server's configuration.
 
-    name: of its file or model, for messages.
-    content: of a Serve config file, with the command line's options, without relative paths.
+    name: name of its file or model, for messages.
+    content: content of a Serve config file, with the command line's options, without relative paths.
     application: its first Aerie application, a part of `content`.
     config: the checked `args` of that application.
     """

@@ -59,7 +59,8 @@ class Option:
     keys: returns the keys that a value sets. Raises OptionError without the option's name.
     nargs: argparse's nargs; 0 for a flag.
     note: how the key differs from the other server's option.
-    group: of the help; "": hidden. help, metavar: as in argparse.
+    group: group of the help; "": hidden.
+    help, metavar: as in argparse.
     is_unused: whether it never has an effect.
     """
 

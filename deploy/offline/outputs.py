@@ -56,7 +56,7 @@ class CompletionOutput:
 class RequestStateStats:
     """Times of a prompt's answers. Those that end in `_ts` are seconds of time.monotonic, 0.0 before they come.
 
-    num_generation_tokens: of all answers.
+    num_generation_tokens: tokens of all answers.
     arrival_time: seconds since 1970.
     queued_ts: when the request was made, `scheduled_ts`: when the engine took it into its first step.
     first_token_latency: seconds from `queued_ts` to `first_token_ts`.
@@ -267,7 +267,10 @@ class Gauge(Metric):
 
 @dataclass
 class Histogram(Metric):
-    """buckets: cumulative counts by upper bound."""
+    """A metric with buckets, as vLLM's.
+
+    buckets: cumulative counts by upper bound.
+    """
 
     count: int = 0
     sum: float = 0.0

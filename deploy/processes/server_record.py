@@ -22,14 +22,16 @@ from aerie.cluster.transport import sockets
 VARIABLE = "AERIE_SERVER"
 _RECORD, _PROCESSES = "server.json", "processes.json"
 _END_LIMIT_S = 5.0
-_SESSION_OPTIONS = ("--session-dir=", "--session_dir=")  # of Ray's own processes
+_SESSION_OPTIONS = ("--session-dir=", "--session_dir=")  # on the command lines of Ray's own processes
 PRIVATE = ".aerie"  # marks a private folder around the folder of Ray's sessions
 _ADDRESS_OPTIONS = ("--gcs-address=",)
 
 
 @dataclass(frozen=True)
 class Record:
-    """kind: "server" of `aerie serve`, or "node" of `aerie start`.
+    """A running server or cluster node, in a file of its folder.
+
+    kind: "server" of `aerie serve`, or "node" of `aerie start`.
 
     port: HTTP port, or port of the cluster's head; 0 while unknown.
     guard: pid of the process that receives signals (`aerie.deploy.processes.guard`); 0 for none.

@@ -4,7 +4,9 @@ from typing import NamedTuple
 
 
 class Preset(NamedTuple):
-    """preset: compressed-tensors' name of the scheme.
+    """A scheme of `aerie quantize`, by its name in compressed-tensors.
+
+    preset: compressed-tensors' name of the scheme.
     format: format of its packed tensors.
     is_integer: whether group size, symmetry and a quantised head can be chosen.
     """

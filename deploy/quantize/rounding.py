@@ -35,7 +35,9 @@ _BLOCK = 128  # columns whose errors are applied to later ones at once
 
 @dataclass(frozen=True)
 class Scales:
-    """scale: [rows, groups] float32, rounded to the stored dtype.
+    """The scales and zero points of one matrix.
+
+    scale: [rows, groups] float32, rounded to the stored dtype.
     zero: [rows, groups] integers; None for symmetric codes.
     matrix: [1] float32 divisor of the scales (NVFP4); None without.
     """
@@ -73,7 +75,7 @@ def _search(
     stored: [outputs, inputs].
     moments: [inputs] mean squares of the inputs, as weights of the error; None: all equal.
     matrix: the whole matrix's scale; None for schemes without one.
-    dtype: of stored scales.
+    dtype: dtype of stored scales.
     """
     weight = stored.float()
     size = args.group_size or weight.shape[1]
@@ -155,7 +157,8 @@ def packed(meant: Tensor, scheme: Scheme, scales: Scales, dtype: torch.dtype) ->
 def quantised(weight: Tensor, scheme: Scheme, largest: float, moments: Tensor | None) -> dict[str, Tensor]:
     """Return the packed tensors of a matrix [rows, columns].
 
-    largest: see `find_scales`. moments: see `compensated`; None: unknown inputs.
+    largest: see `find_scales`.
+    moments: see `compensated`; None: unknown inputs.
     """
     diagonal = None if moments is None else moments.diagonal()
     size = _PACKED if moments is None else _COMPENSATED

@@ -18,7 +18,9 @@ from aerie.deploy.quantize.names import SCHEMES
 
 @dataclass(frozen=True)
 class Scheme:
-    """name: value of `--scheme`.
+    """A scheme with the objects of compressed-tensors.
+
+    name: value of `--scheme`.
     format: compressed-tensors' name of the packed format.
     scheme: scheme of every quantised matrix.
     """

@@ -17,7 +17,11 @@ from aerie.deploy.serve.console import Console
 
 @dataclass(frozen=True)
 class Address:
-    """host: as configured. port: 1 to 65535."""
+    """Where the HTTP server listens.
+
+    host: as configured.
+    port: 1 to 65535.
+    """
 
     host: str
     port: int

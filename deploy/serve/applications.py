@@ -11,7 +11,10 @@ import msgspec
 
 @dataclass(frozen=True)
 class DeploymentStatus:
-    """replicas: number of replicas by Serve's state of them."""
+    """The status of one Serve deployment.
+
+    replicas: number of replicas by Serve's state of them.
+    """
 
     name: str
     status: str
@@ -24,9 +27,9 @@ class Application:
     """An application on the cluster.
 
     status: one of Ray's `ApplicationStatus`, as text.
-    message: of several lines, or "".
+    message: Serve's message, several lines, or "".
     route_prefix: None if it has no route.
-    deployments: of the application, in Serve's order."""
+    deployments: deployments of the application, in Serve's order."""
 
     status: str
     message: str = ""
@@ -82,7 +85,7 @@ def _application(details: Mapping[str, Any]) -> Application:
             name,
             deployment["status"].value,
             deployment["message"],
-            dict(Counter(one["state"].value for one in deployment["replicas"])),
+            dict(Counter(replica["state"].value for replica in deployment["replicas"])),
         )
         for name, deployment in details["deployments"].items()
     ]

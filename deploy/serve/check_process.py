@@ -26,7 +26,7 @@ _PROGRAM = (
 class Task:
     """The task of the checking process.
 
-    name: of the configuration, for messages.
+    name: name of the configuration, for messages.
     config: an `AerieConfig` as JSON.
     has_nodes: False if the server joins a cluster whose nodes are not known yet.
     ranks_to: folder for the sockets of the ranks; "" to start no ranks."""

@@ -54,7 +54,8 @@ def run_until_signal(
 ) -> None:
     """Deploy the application of the config file `path`, and serve until a signal.
 
-    empty: a folder without modules.
+    empty: a folder without modules, for Serve's --app-dir, which comes first on the import path of workers.
+    watches: stopped at the end.
     start: ends a start that cannot succeed.
     ending: a file to create before the application is deleted.
     guest: deploys in place of `path` on a cluster that others use too."""
@@ -138,7 +139,7 @@ def _drain_engines(applications: list[str], timeout_s: float) -> None:
         ray.wait(drains, num_returns=len(drains), timeout=timeout_s + 5)
 
 
-STOP_MARGIN_S = 15.0  # of `aerie stop`, beyond draining and END_LIMIT_S
+STOP_MARGIN_S = 15.0  # time that `aerie stop` waits beyond draining and END_LIMIT_S
 
 
 def run(

@@ -30,7 +30,7 @@ START_LIMIT_S = 120.0  # to register with the GCS
 _POLL_S = 0.05
 _PROCESSES = ("raylet", "log_monitor")  # those that `start_ray_processes` starts (Ray 2.60)
 _PORTS = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
-_TIMED_OUT = "Timed out waiting for file"  # of the raylet, for an agent's port
+_TIMED_OUT = "Timed out waiting for file"  # a raylet's message if an agent does not report its port
 _LINE = re.compile(r"\) [\w.]+:\d+: +(.*)")  # what a line of Ray's logs says, after time and place
 _MAX_LOG_BYTES = 1 << 20
 
@@ -163,7 +163,7 @@ CORES_TO_PREPARE = 8  # minimum cores to start processes before they are needed
 PATIENCE = {
     "RAY_raylet_start_wait_time_s": "120",  # until a raylet has registered; 30 s
     "RAY_gcs_server_port_wait_time_s": "120",  # until the GCS has a port; 30 s
-    "RAY_agent_register_timeout_ms": "120000",  # of a raylet for its agent of runtime environments; 30 s
+    "RAY_agent_register_timeout_ms": "120000",  # until the agent of runtime environments has registered; 30 s
 }
 # Less work of an idle server's Ray (docs/measurements.md#an-idle-server). Its own metrics and records of tasks are for
 # its dashboard, which is not there. Serve's controller asks the GCS three times in each loop, by default every 0.1 s; a
@@ -230,7 +230,7 @@ def start_ray(
     return ray._private.worker._global_node
 
 
-_MAX_SOCKET_BYTES = 103 if sys.platform == "darwin" else 107  # of a Unix socket's path
+_MAX_SOCKET_BYTES = 103 if sys.platform == "darwin" else 107  # maximum bytes of a Unix socket's path
 # What Ray (2.60) and `make_ray_folder` add to a folder for the path of a socket; a pid has up to seven digits.
 _BELOW = "/ae-1a2b3c/r/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
 _MAX_ROOT_BYTES = _MAX_SOCKET_BYTES - len(_BELOW)

@@ -83,8 +83,8 @@ def secrets_of(content: Any, is_secret: bool = False) -> Iterator[str]:
         yield content
 
 
-MAX_LOG_BYTES = 1 << 20  # of the end of each log
-MAX_ALL_BYTES = 64 << 20  # of all logs together; the newest ones are taken
+MAX_LOG_BYTES = 1 << 20  # bytes at the end of each log that are included
+MAX_ALL_BYTES = 64 << 20  # bytes of all logs together; the newest are included
 _RECENT_S = 7 * 24 * 3600.0
 _STATUS_LIMIT_S = 60.0
 _LOGS = (".log", ".out", ".err", ".log.1", ".json")

@@ -67,7 +67,10 @@ _WAITING = ("PENDING", "PREPARED", "RESCHEDULING")
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """status: as of `EngineStats`; "silent" if its coordinator does not answer. usage of KV pages: 0 to 1."""
+    """The status of one engine.
+
+    status: as of `EngineStats`; "silent" if its coordinator does not answer. usage of KV pages: 0 to 1.
+    """
 
     engine_id: str
     status: str
@@ -81,7 +84,10 @@ class EngineStatus:
 
 @dataclass(frozen=True)
 class ApplicationStatus:
-    """route_prefix: None if it has no route."""
+    """The status of one Serve application.
+
+    route_prefix: None if it has no route.
+    """
 
     name: str
     status: str
@@ -114,7 +120,10 @@ class WaitingGroup:
 
 @dataclass(frozen=True)
 class NodeStatus:
-    """free, total: resources in words."""
+    """The status of one Ray node.
+
+    free, total: resources in words.
+    """
 
     address: str
     is_alive: bool
@@ -124,7 +133,10 @@ class NodeStatus:
 
 @dataclass(frozen=True)
 class Report:
-    """address: of Ray, HOST:PORT."""
+    """What `aerie status` prints.
+
+    address: Ray's address, HOST:PORT.
+    """
 
     address: str
     nodes: Sequence[NodeStatus]

@@ -42,7 +42,8 @@ class DecodeTiles:
         return min(head_dim, max(16, 64 * 32 * self.warps // (FAN * self.block_m)))
 
 
-# For `fixed` plans over latent rows. Both kinds give a row the same bits.
+# For `fixed` plans over latent rows. Both kinds give a row the same bits. Here and below:
+# block_m, block_n, warps, stages, programs_per_sm, min_span
 FIXED_LATENT_TILES = DecodeTiles(64, 32, 8, 4, 1, 0)
 FIXED_LATENT_TILES_OF_FEW = DecodeTiles(16, 32, 4, 4, 1, 0)
 
@@ -56,6 +57,7 @@ def decode_tiles(
     itemsize, kv_itemsize: bytes per number of q and of the cache; None: equal.
     density: requests x KV heads / multiprocessors: programs per multiprocessor without splitting.
     """
+    # block_m, block_n, warps, stages, programs_per_sm, min_span
     if itemsize == 4:
         block_n = 32 if head_dim <= 256 else 16
         return DecodeTiles(min(MAX_BLOCK_M, max(16, triton.next_power_of_2(packed_rows))), block_n, 4, 2, 2, 128)
@@ -87,6 +89,7 @@ def _tiles_of_few(packed_rows: int, density: float) -> DecodeTiles:
     trees of 256 nodes over 620 tokens take 21.0 us whole and 27.3 in halves, four of 63 nodes 15.5 and 23.2; over
     8,192 tokens 129 and 105 us, 138 and 111 (H200, Qwen3-8B's heads).
     """
+    # block_m, block_n, warps, stages, programs_per_sm, min_span
     if packed_rows < 64:
         return DecodeTiles(64, 32, 4, 4, 2, 64)
     if density * triton.cdiv(packed_rows, 64) >= FULL_DENSITY:
@@ -98,6 +101,7 @@ def _fp8_tiles(packed_rows: int, head_dim: int, density: float) -> DecodeTiles:
     """Return tiles of many tokens and at most 32 rows. Tiles are converted to float16 in registers. With long tiles,
     more warps convert while others wait for memory; with few rows, products read operands from registers."""
     block_n = min(128, max(32, 128 * 128 // head_dim))
+    # block_m, block_n, warps, stages, programs_per_sm, min_span
     if head_dim > 256:  # not measured; chosen so that sums fit in registers
         return DecodeTiles(16, block_n, 8, 3, 1, 64 if density <= 1 else 128)
     if packed_rows <= 16:
@@ -116,6 +120,7 @@ def latent_tiles(packed_rows: int, itemsize: int, density: float, kv_itemsize: i
     and 8 rows of 16 heads, 4,096 and 32,768 tokens). With tiles of 64 rows, a single request has too few items to fill
     the device; tiles of 32 give twice as many programs (11.0 instead of 13.3 us for 640 tokens; equal for 32,768).
     """
+    # block_m, block_n, warps, stages, programs_per_sm, min_span
     if itemsize == 4:
         return DecodeTiles(16, 16, 4, 1, 1, 128)
     least = 64 if density <= 0.25 else 128
@@ -180,7 +185,7 @@ class DecodePlan:
         over latent rows from `plan_spans`.
     span: base size of a fixed plan's spans, in tokens.
     leads: in a fixed plan, a request's leading item adds the results of its spans.
-    paths: of trees in a fixed plan, from `aerie.kernels.attend.fixed.path_triton.plan_paths`; else None.
+    paths: paths of trees in a fixed plan, from `aerie.kernels.attend.fixed.path_triton.plan_paths`; else None.
     """
 
     tiles: DecodeTiles

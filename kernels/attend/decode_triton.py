@@ -124,10 +124,13 @@ def _attend_decode(
     FIXED, LEADS, PATHS: see the module's head.
     SPANS: masks are spans of the tree's numbering, for trees of more than MASK_BITS nodes; else bits.
     PART_M: rows stored per partial result.
-    WINDOW: 0 without one. SOFT_CAP: None without one.
+    WINDOW: 0 without one.
+    SOFT_CAP: None without one.
     UNIT: factor on softmax weights (`weight_unit`), undone by v_scale.
     PAIRS: pages are FP8, read as pairs of numbers (`score_tile`); acc has the even columns, acc_odd the odd ones.
     UPCAST: multiply in float32, for the interpreter.
+    The other pointers and strides are those of `attend_decode`'s tensors and of its plan's workspace (part: partial
+    results, lse: log2 of their sums of weights, ticket: counters); scale_log2 includes log2(e).
     """
     WIDTH: tl.constexpr = D // 2 if PAIRS else D
     m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)
@@ -245,7 +248,7 @@ def attend_decode(
     """Return attention of q, [B * R, q_heads, head_dim] in q's dtype.
 
     q: [B * R, q_heads, head_dim], any row and head strides.
-    plan: for this batch and these numbers of heads.
+    plan: plan for this batch and these numbers of heads.
     rule: with the batch's window.
     sinks: [q_heads] float32, contiguous, if the rule has them.
     early: launch before the previous kernel ends. A fence (`aerie.kernels.pdl`) must stand between this kernel

@@ -94,9 +94,10 @@ def _attend_expanded(
 ):
     """Attend for one head and one tile of BLOCK_M adjacent rows of a chunk.
 
-    kv_ptr: each token's keys (KEY numbers) and values (VALUE numbers) per head. k_pe_ptr: its RoPE part (ROTATED
-        numbers).
-    angle_ptr: each row's position, which selects its angles. first_ptr: each chunk's first token in kv_ptr.
+    kv_ptr: each token's keys (KEY numbers) and values (VALUE numbers) per head.
+    k_pe_ptr: its RoPE part (ROTATED numbers).
+    angle_ptr: each row's position, which selects its angles.
+    first_ptr: each chunk's first token in kv_ptr.
     tiles_ptr: fields of `prefill_plan_triton`: chunk, first row, the chunk's end, position of the first row.
     UPCAST: multiply in float32, for the interpreter.
     """
@@ -138,6 +139,7 @@ def _attend_expanded(
 def expanded_tiles(itemsize: int) -> PrefillTiles:
     """Return the tiles, the fastest of nine on an H200 (`df3f33c`): 113 us for 16 prompts of 512 tokens, 2,022 us for
     8,192 tokens after 8,192 cached ones. block_m: rows of one head."""
+    # block_m, block_n, warps, stages
     if INTERPRETED:
         return PrefillTiles(16, 16, 1, 1)
     if itemsize == 4:

@@ -134,11 +134,15 @@ def _plan_latent(
     pieces_ptr, extents_ptr, merges_ptr: arrays of `LatentPlanArrays`, pieces_stride (MERGERS_STRIDE) apart.
     work_indptr_ptr: first piece of each cluster.
     added: tokens after the prefix that a request has.
-    ROWS, HEADS: of a request. TILES: of a request. CAUSAL: each tile ends at the last token that its rows see.
-    CLUSTERS: of CLUSTER programs each. TILE_TOKENS: a piece is a multiple of it.
+    ROWS, HEADS: rows and heads of a request.
+    TILES: tiles of a request.
+    CAUSAL: each tile ends at the last token that its rows see.
+    CLUSTERS: number of clusters, of CLUSTER programs each.
+    TILE_TOKENS: a piece is a multiple of it.
     MERGERS: programs that may merge.
-    TASKS: tiles of all requests, padded. TOGETHER: pieces per tile written at a time. PADDED: clusters and mergers,
-        padded.
+    TASKS: tiles of all requests, padded.
+    TOGETHER: pieces per tile written at a time.
+    PADDED: clusters and mergers, padded.
     """
     tile_rows: tl.constexpr = TILE_ROWS * CLUSTER
     task = tl.arange(0, TASKS)

@@ -129,6 +129,16 @@ def _plan(
     REQUESTS: tl.constexpr,
     TILES: tl.constexpr,
 ):
+    """Write the plan of a batch: the shortest pieces of equal length (in pages) that fit in `room` tiles, and each
+    tile's request, query tile and piece.
+
+    ints_ptr: the plan's int32 arrays, at the offsets *_at.
+    valid_ptr: whether a tile is used.
+    rows, tiles: query rows and query tiles of a request.
+    padded: tiles of the grid.
+    min_pages: minimum pages of a piece.
+    SPLITS: requests may be cut; else each is one piece.
+    """
     request = tl.arange(0, REQUESTS)
     live = request < num_requests
     length = tl.load(prefix_len_ptr + request, mask=live, other=0) + suffix_len
@@ -224,6 +234,8 @@ def _pack_mask(
     bytes_stride,
     BYTES: tl.constexpr,
 ):
+    """Write BYTES bytes of a request's mask as FlashInfer packs it: a bit for each row and column of prefix and suffix,
+    row by row."""
     request = tl.program_id(0)
     prefix = tl.load(prefix_len_ptr + request)
     length = prefix + suffix_len

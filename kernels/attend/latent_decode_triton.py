@@ -85,7 +85,7 @@ def _attend_latent(
 
     items_ptr: fields of `split_kv_triton`: request, first and last position, index of the item's partial result, the
         request's first partial, and its number of items.
-    ROWS, HEADS: of a request, packed into tiles of BLOCK_M; COLUMNS tiles.
+    ROWS, HEADS: rows and heads of a request, packed into tiles of BLOCK_M; COLUMNS tiles.
     D, ROTATED: numbers of a latent row that are key and value, and that belong to the key alone.
     TOKENS: axis of the tokens in the scores: see `latent_tile_triton`.
     APART: a second kernel merges partial results; else the programs that finish last, FAN at a time and SLICE of the D
@@ -97,6 +97,8 @@ def _attend_latent(
     UNIT: factor on softmax weights (`weight_unit`), undone by value_scale.
     PAIRS: rows are FP8, read as pairs of numbers; acc has the even columns, acc_odd the odd ones.
     UPCAST: multiply in float32, for the interpreter.
+    The other pointers and strides are those of `attend_latent`'s tensors and of its plan's workspace; scale_log2
+    includes log2(e).
     """
     item = items_ptr + tl.program_id(1) * ITEM_FIELDS
     request = tl.load(item)
@@ -199,7 +201,7 @@ def attend_latent(
     """Return attention of q, [B * R, heads, latent] in q's dtype.
 
     q: [B * R, heads, latent + rotated], any row and head strides.
-    plan: for this batch and this number of heads, with one KV head.
+    plan: plan for this batch and this number of heads, with one KV head.
     scale: positive.
     early: as in `aerie.kernels.attend.decode_triton.attend_decode`.
     """

@@ -64,6 +64,7 @@ def _attend_latent_prefill(
     WINDOW: 0 without one.
     UNIT: factor on softmax weights (`weight_unit`), undone by value_scale.
     UPCAST: multiply in float32, for the interpreter.
+    The other pointers and strides are those of `attend_latent_prefill`'s tensors; scale_log2 includes log2(e).
     """
     ROWS: tl.constexpr = BLOCK_M // HEADS_OF_TILE
     tile = tiles_ptr + tl.program_id(1) * TILE_FIELDS
@@ -86,7 +87,7 @@ def _attend_latent_prefill(
     # Page numbers are loaded one tile ahead: see `decode_triton`.
     page = tl.load(table + tl.minimum(low if PAGE % BLOCK_N == 0 else low + n, last) // PAGE)
     if FIXED:
-        mean, weight, largest = acc, total, top  # of earlier spans
+        mean, weight, largest = acc, total, top  # state of the earlier spans
         end_of_span = span_start(span_of(low, span) + 1, span)
     for start in range(low, last + 1, BLOCK_N):
         if FIXED:  # noqa: SIM102 - a constant: the variables exist with it only
@@ -115,6 +116,7 @@ def _attend_latent_prefill(
 
 def latent_prefill_tiles(itemsize: int) -> PrefillTiles:
     """Return the largest tiles whose sums fit in registers, as in `decode_plan_triton.latent_tiles`."""
+    # block_m, block_n, warps, stages
     if INTERPRETED or itemsize == 4:
         return PrefillTiles(16, 16, 4, 1)
     return PrefillTiles(64, 32, 8, 4)

@@ -45,10 +45,13 @@ def _add_suffix(
 ):
     """Add the suffix of one request to the attention of BLOCK_M of its rows x heads.
 
-    out_ptr: [rows, HEADS, D], attention over the prefix, replaced. lse_ptr: [rows, HEADS], log2 of its sums of weights.
-    mask_ptr: bits of the suffix's columns. BLOCK_N: suffix_len, padded.
+    out_ptr: [rows, HEADS, D], attention over the prefix, replaced.
+    lse_ptr: [rows, HEADS], log2 of its sums of weights.
+    mask_ptr: bits of the suffix's columns.
+    BLOCK_N: suffix_len, padded.
     D, ROTATED: numbers of a latent row that are key and value, and that belong to the key alone.
     UPCAST: multiply in float32, for the interpreter.
+    The other pointers and strides are those of `add_suffix`'s tensors; scale_log2 includes log2(e).
     """
     request = tl.program_id(1)
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)

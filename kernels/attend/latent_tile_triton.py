@@ -162,7 +162,8 @@ def accumulate_latent_pairs(
 ):
     """`accumulate_latent`, with even and odd dimensions of the values as separate sums.
 
-    pairs: [N, D / 2] int16, pairs of FP8 numbers. dtype: of the products.
+    pairs: [N, D / 2] int16, pairs of FP8 numbers.
+    dtype: dtype of the products' operands.
     """
     new_top = tl.maximum(top, tl.max(scores, TOKENS))
     origin = tl.where(new_top == float("-inf"), 0.0, new_top)

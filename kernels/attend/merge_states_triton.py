@@ -186,11 +186,15 @@ def merge_by_the_last(
     more items in two levels: the last program of each FAN items merges these in place of their first, and the last of
     these programs merges the results to `out`.
 
-    ticket_ptr: counters of programs that are done, zero before and after: num_tickets of the first level, then those
-        of the second.
+    part_ptr: [partials, COLUMNS, BLOCK_M, D] results of items, each normalised by its own sum.
+    lse_ptr: [partials, COLUMNS, BLOCK_M] float32, log2 of the sums of weights.
+    ticket_ptr: int32 counters of programs that are done, zero before and after: num_tickets of the first level, then
+        those of the second.
     out: [BLOCK_M] addresses of the rows of the result.
     partial, first, count: number of this program's partial, number of the request's first one, and how many it has.
     m, live: rows of the tile, and whether they exist.
+    COLUMNS: programs per item, one for each tile of query rows of each KV head.
+    SLICE: dimensions of D that are merged at a time.
     """
     # The barrier orders the stores of all threads before the release by one thread.
     tl.debug_barrier()
@@ -254,7 +258,8 @@ def store_item(
     """Store the result of an item: to `out` [BLOCK_M] if it is the request's only one; else as a partial result to rows
     part_row [BLOCK_M], which the programs that finish last merge unless they are merged APART.
 
-    acc: [BLOCK_M, D], or [D, BLOCK_M] with TOKENS = 0. lse: [BLOCK_M], log2 of the sums of weights.
+    acc: [BLOCK_M, D], or [D, BLOCK_M] with TOKENS = 0.
+    lse: [BLOCK_M], log2 of the sums of weights.
     """
     d, stored = tl.expand_dims(tl.arange(0, D), 1 - TOKENS), tl.expand_dims(live, TOKENS)
     if count == 1:

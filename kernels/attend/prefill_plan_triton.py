@@ -38,6 +38,8 @@ def _plan_tiles(
     BLOCK: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
+    """Write the fields of BLOCK tiles of `rows` rows each: chunk, first and last row, position; tiles with the longest
+    context first."""
     tile = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None]
     chunk, first, end, position = tile * 0, tile * 0, tile * 0, tile * 0
     total = 0

@@ -83,9 +83,11 @@ def _attend_prefill(
 
     tiles_ptr: fields of `prefill_plan_triton`: chunk, first row, the chunk's end, position of the first row.
     reach_ptr: [rows] int32, the last position that each row sees: later than its own within an image. None: its own.
-    WINDOW: 0 without one. SOFT_CAP: None without one.
+    WINDOW: 0 without one.
+    SOFT_CAP: None without one.
     UNIT: factor on softmax weights (`weight_unit`), undone by v_scale.
     UPCAST: multiply in float32, for the interpreter.
+    The other pointers and strides are those of `attend_prefill`'s tensors; scale_log2 includes log2(e).
     """
     ROWS: tl.constexpr = BLOCK_M // GROUP
     head = tl.program_id(0)
@@ -152,6 +154,7 @@ class PrefillTiles:
 def prefill_tiles(group: int, head_dim: int, itemsize: int, kv_itemsize: int | None = None) -> PrefillTiles:
     """Return the tiles that were fastest on an H200 (`bf86f5a`): 64 chunks of 512 tokens take 555 us with block_n 32,
     709 with 64."""
+    # block_m, block_n, warps, stages
     if INTERPRETED:
         return PrefillTiles(max(16, triton.next_power_of_2(group)), 16, 1, 1)
     if itemsize == 4:

@@ -91,6 +91,8 @@ def _plan_items(
     ITEMS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
+    """Cut each request into `count` items of equal length, a multiple of TILE and at least min_span, so that all
+    requests have about `budget` items."""
     request = tl.arange(0, REQUESTS)
     present = request < num_requests
     length = tl.where(present, tl.load(prefix_ptr + request, mask=present, other=0) + suffix_len, 0)
@@ -121,6 +123,7 @@ def _plan_items(
 
 @triton.jit(do_not_specialize=["suffix_len", "span", "each"])
 def _plan_spans(prefix_ptr, items_ptr, requests_ptr, suffix_len, span, each, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
+    """Make an item of each span of each request. each: maximum items of a request."""
     request, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     length = tl.load(prefix_ptr + request) + suffix_len
     place, total = i, span_of(length - 1, span) + 1
@@ -155,6 +158,8 @@ def _plan_whole_spans(
     PATHS: tl.constexpr,
     LEADS: tl.constexpr,
 ):
+    """As `_plan_items` for fixed plans: items end at borders of spans, and each span of an item has a partial result of
+    its own. LEADS: the first item adds the partial results of its spans."""
     request = tl.arange(0, REQUESTS)
     present = request < num_requests
     prefix = tl.load(prefix_ptr + request, mask=present, other=0)

@@ -44,6 +44,16 @@ def _one_shot_all_reduce(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Write a row to every rank's inbox, wait for the rows of all ranks, and add them. Words have 16-bit pairs and the
+    epoch, so a word that has arrived is recognised without a flag.
+
+    inbox_ptr, inboxes_ptr: this rank's inbox, and the addresses of all inboxes.
+    epochs_ptr: [rows] number of all-reduces so far; its lowest bit chooses one of two buffers.
+    capacity: rows of a buffer.
+    row_stride: words per row.
+    NORM: add the sum to the residual, and write its RMSNorm.
+    HALF: dtype of the 16-bit numbers.
+    """
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < row_stride
@@ -172,6 +182,7 @@ _BLOCK = 2048
 def _sum_in_order(
     parts_ptr, out_ptr, n, RANKS: tl.constexpr, BLOCK: tl.constexpr, WIDE: tl.constexpr, PDL: tl.constexpr
 ):
+    """Add the RANKS parts of each of n numbers, in rank order, in WIDE."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

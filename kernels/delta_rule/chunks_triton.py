@@ -292,7 +292,7 @@ class ChunkTiles:
 def chunk_tiles(value_dim: int) -> ChunkTiles:
     """Return the tiles. For 8,192 tokens of a layer of Qwen3.6-27B on an H200, four warps in `_solve` and `_finish`
     took 1,096 us, eight 1,551 (`python -m tests.bench delta_chunks`)."""
-    return ChunkTiles(min(value_dim, 32), 4, 4, 4)
+    return ChunkTiles(min(value_dim, 32), solve=4, advance=4, finish=4)
 
 
 def padded_chunks(num_chunks: int) -> int:

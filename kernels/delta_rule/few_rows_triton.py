@@ -213,8 +213,8 @@ def few_row_tiles(value_dim: int, programs: int) -> FewRowTiles:
     warps, and three share one. H100, rounds of 4 rows of one layer of Qwen3.5-27B, batch 1 and 8: 13 and 49 us with
     eight warps, 22 and 42 with four."""
     if programs <= MULTIPROCESSORS:
-        return FewRowTiles(value_dim, 8, True, None)
-    return FewRowTiles(min(value_dim, 32), 4, False, 168)
+        return FewRowTiles(value_dim, warps=8, early=True, registers=None)
+    return FewRowTiles(min(value_dim, 32), warps=4, early=False, registers=168)
 
 
 def delta_rule_rounds(

@@ -308,6 +308,7 @@ def _run(
     tables: RoundTables | ChunkTables,
     out: Tensor,
 ) -> None:
+    """Launch the three kernels for rounds or for chunks. Arguments that only the other kind reads are placeholders."""
     heads, device, num_rows = kept.heads, out.device, out.shape[0]
     path, pending_rows = kept.committed.shape[1], kept.pending.shape[1]
     if isinstance(tables, RoundTables):

@@ -97,7 +97,7 @@ def _check(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: Rou
     Implementation(
         "cuda, few rows",
         "aerie.kernels.delta_rule.few_rows_cuda:delta_rule_rounds",
-        lambda here: here.compiles_cuda,
+        lambda device: device.compiles_cuda,
         _are_few_in_bfloat16,
         f"R > 1; P + 2 R <= {FEW_CUDA_ROWS}; dk = dv = 128; bfloat16 rows",
     ),

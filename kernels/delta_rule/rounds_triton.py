@@ -109,11 +109,14 @@ def _delta_round(
 ):  # fmt: skip
     """Compute one value head of one request.
 
-    pending_ptr: [slots, PENDING, R]: rows of the newest round. committed_ptr: [slots, PATH, R]: rows to replay, of
-        which a slot has count_ptr.
+    pending_ptr: [slots, PENDING, R]: rows of the newest round.
+    committed_ptr: [slots, PATH, R]: rows to replay, of which a slot has count_ptr.
     at_ptr, entry_ptr: position of a slot's snapshot, and its entry in saved_state_ptr and saved_conv_ptr.
-    WIDTH: new rows of a request. ROWS: of the tile. R: numbers of a row.
-    HK, HV, DK, DV: heads and numbers of keys and values. PART: columns of the state at a time.
+    WIDTH: new rows of a request.
+    ROWS: rows of the tile.
+    R: numbers of a row.
+    HK, HV, DK, DV: heads and numbers of keys and values.
+    PART: columns of the state at a time.
     SIGMOID: the gate of the output is a sigmoid; else SiLU.
     """
     KEYS: tl.constexpr = HK * DK
@@ -245,7 +248,8 @@ def _commit_rows(
     """Move one layer's accepted rows of a request from the pending to the committed rows. The last three tokens before
     them become the convolution's history.
 
-    count_ptr: by slot, earlier committed rows, which the state includes by now. counts_ptr: [requests], new ones.
+    count_ptr: by slot, earlier committed rows, which the state includes by now.
+    counts_ptr: [requests], new ones.
     path_ptr: [requests, DEPTH], indices of the accepted rows.
     """
     block, layer, request = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)

@@ -134,7 +134,8 @@ def _delta_wide(
     """Compute the new rows of one request in DV // SPLITS columns of a value head, PART at a time. The state includes
     the committed rows; launched early, a kernel before the pass wrote it. Other arguments: `_delta_round`.
 
-    o_ptr: [B, HV, WIDTH, DV] float32 scratch. tickets_ptr: `DeltaState.tickets`. Both None if SPLITS is 1.
+    o_ptr: [B, HV, WIDTH, DV] float32 scratch.
+    tickets_ptr: `DeltaState.tickets`. Both None if SPLITS is 1.
     """
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV

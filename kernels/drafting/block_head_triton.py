@@ -28,7 +28,8 @@ def _convolve_blocks(
 ):
     """Convolve a block of channels of one row with the rows before it in its block of `rows` rows.
 
-    base_ptr: [TAPS, channels]. dynamic_ptr: each row's [TAPS, groups], added to the taps of GROUP channels each.
+    base_ptr: [TAPS, channels].
+    dynamic_ptr: each row's [TAPS, groups], added to the taps of GROUP channels each.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -90,7 +91,8 @@ def _score_candidates(
     """Write the scores of one entry's n candidates at depth `row`: unary_ptr plus the product of the embeddings
     [rank] of the previous token (before_ptr) and of the candidate (after_ptr), with the depth's factor projected_ptr.
 
-    unary_ptr, candidate_ptr: [requests, depths, n]; a request has `width` entries. previous_ptr: [entries].
+    unary_ptr, candidate_ptr: [requests, depths, n]; a request has `width` entries.
+    previous_ptr: [entries].
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -148,6 +150,11 @@ def score_candidates(
 
 @triton.jit
 def _gru_step(input_ptr, hidden_ptr, state_ptr, out_ptr, size, BLOCK: tl.constexpr):
+    """One step of a GRU (arXiv 1406.1078, as in torch.nn.GRUCell).
+
+    input_ptr, hidden_ptr: [rows, 3 * size] products of the input and of the state: reset gate, update gate, candidate.
+    state_ptr, out_ptr: [rows, size] state before and after.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

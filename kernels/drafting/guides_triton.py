@@ -162,7 +162,8 @@ def _mask(
     """Set a block of a row's logits [size] to minus infinity where its guide's state forbids the token.
 
     block_ptr .. index_ptr: as in `_follow`. state_ptr: [rows].
-    word_ptr: [masks, num_words] int32, a bit per token. id_ptr: target token ids of the columns.
+    word_ptr: [masks, num_words] int32, a bit per token.
+    id_ptr: target token ids of the columns.
     """
     row = tl.program_id(0).to(tl.int64)
     state = tl.load(state_ptr + row)
@@ -225,7 +226,8 @@ def _children(
     """Write the K children of a row, with the token that its guide's state forces before all others.
 
     block_ptr .. index_ptr: as in `_follow`. state_ptr: [rows].
-    id_ptr, score_ptr: [rows, K] draft ids and log-probabilities. map_ptr: target ids, with HAS_MAP.
+    id_ptr, score_ptr: [rows, K] draft ids and log-probabilities.
+    map_ptr: target ids, with HAS_MAP.
     out_id_ptr, out_score_ptr: [rows, K], written.
     UNLIKELY: added to the score of other tokens without an edge.
     """

@@ -27,6 +27,8 @@ def _record_tokens(
     K: tl.constexpr,
     PADDED: tl.constexpr,
 ):
+    """Append a request's `count` tokens to its history, and write how many of them its chain had proposed; -1 without a
+    chain."""
     b = tl.program_id(0)
     slot = tl.load(slot_ptr + b)
     count = tl.load(count_ptr + b)
@@ -111,6 +113,8 @@ def _propose(
     PROGRAMS: tl.constexpr,
     EMPTY: tl.constexpr,
 ):
+    """Write the K tokens after the best match in a request's history, repeated if the history ends before; EMPTY
+    without a match of at least `shortest` tokens."""
     b = tl.program_id(0)
     slot = tl.load(slot_ptr + b)
     last = tl.load(seq_len_ptr + slot).to(tl.int64)
@@ -166,6 +170,8 @@ def _attach_chains(
     K_PADDED: tl.constexpr,
     EMPTY: tl.constexpr,
 ):
+    """Append a request's chain to its tree of `first` nodes. A chain that begins with a path of the tree continues that
+    path."""
     b = tl.program_id(0)
     slot = tl.load(slot_ptr + b)
     index = tl.arange(0, W_PADDED)

@@ -43,12 +43,14 @@ def gate_up_of_few_rows(
     """Write the gate and up products, activated, of BLOCK_N columns and one used expert, for all rows.
 
     hidden_ptr: times the row's weight of the expert; in FP8 divided by a scale, and factor_ptr gets scale x weight.
-    chosen_ptr, weight_ptr: experts and weights of each row, SLOTS, padded to SLOTS_PADDED. used_ptr: used experts, then
-        -1.
+    chosen_ptr, weight_ptr: experts and weights of each row, SLOTS, padded to SLOTS_PADDED.
+    used_ptr: used experts, then -1.
     part_ptr: sums of the splits, which the last program of a tile adds.
     pair_ptr: None, or for `down_of_sorted_rows`: gets the pairs of each expert's rows, and then activations are stored
         without weights.
-    SIZE, WIDTH: numbers of x, and of the activation. STEP: columns of x per product. SPAN: products of a program.
+    SIZE, WIDTH: numbers of x, and of the activation.
+    STEP: columns of x per product.
+    SPAN: products of a program.
     IN_FP8: x and weights are FP8; BY_GROUP: with scales per group; else per row and per output.
     """
     groups: tl.constexpr = SIZE // 128
@@ -164,6 +166,14 @@ def down_of_few_rows(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """Write the weighted sum of the down projections of a block of BLOCK_N outputs, for all rows. A program adds the
+    used experts of its split, one of every SPLITS; the last program adds the splits.
+
+    hidden_desc: [used experts * BLOCK_M, WIDTH] from `gate_up_of_few_rows`.
+    factor_ptr, w_scales_ptr: in FP8, factors of rows (scales and routing weights), and scales of the weights.
+    used_ptr, num_used_ptr: the used experts and their number; most: the array's size.
+    part_ptr, ticket_ptr: sums and counters of the splits.
+    """
     steps: tl.constexpr = WIDTH // STEP
     groups: tl.constexpr = WIDTH // 128
     block, split = tl.program_id(0), tl.program_id(1)

@@ -156,6 +156,7 @@ def _down_of_one_row(
     tiles: ExpertTiles,
     out: Tensor,
 ) -> Tensor:
+    """Launch the down projections of one row, each used expert in a program of its own."""
     assert out.shape[0] == 1 and (tiles.gate_up.block_n == 128 or not weights.in_fp8)
     assert routed.used is not None and routed.used.shape[0] == tiles.down.splits
     down, size, width = tiles.down, weights.size, weights.width

@@ -20,7 +20,11 @@ from aerie.kernels.gemm.workspace import Workspace
 
 @dataclass(frozen=True)
 class TritonExperts(FusedExperts):
-    """deterministic: a row's result must not depend on other rows. dtype: dtype of results."""
+    """Fused experts in Triton.
+
+    deterministic: a row's result must not depend on other rows.
+    dtype: dtype of results.
+    """
 
     weights: ExpertWeights
     workspace: Workspace

@@ -12,7 +12,7 @@ from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
 from aerie.kernels.norm.norm import silu_mul
 from aerie.kernels.span import Span
 
-Biases = tuple[Tensor, Tensor]  # of all experts: gate_up [experts, 2 * width], down [experts, size]
+Biases = tuple[Tensor, Tensor]  # gate_up [experts, 2 * width], down [experts, size]
 
 
 def check_experts(

@@ -16,7 +16,10 @@ from aerie.kernels.operation import Implementation, on_gpu, operation
 
 @dataclass(frozen=True)
 class Norm:
-    """weight: [size] in the model's dtype or float32."""
+    """An RMSNorm's weight and epsilon.
+
+    weight: [size] in the model's dtype or float32.
+    """
 
     weight: Tensor
     eps: float
@@ -24,7 +27,9 @@ class Norm:
 
 @dataclass(frozen=True)
 class RouterWeights:
-    """weight: [num_logits, size] in the model's dtype, contiguous.
+    """The weights of a router's linear layer.
+
+    weight: [num_logits, size] in the model's dtype, contiguous.
     bias: [num_logits] in the model's dtype, added to the logits; or None.
     correction: float32 [num_experts] if the routing has a bias.
     expert_scales: float32 [num_experts] if the routing scales experts.
@@ -41,7 +46,9 @@ class RouterWeights:
 
 @dataclass(frozen=True)
 class NormedAndRouted:
-    """normed: [1, size] in the model's dtype.
+    """The results of `norm_route`.
+
+    normed: [1, size] in the model's dtype.
     stream: [1, size], x + residual.
     routed: with listed experts.
     """

@@ -74,8 +74,11 @@ def _norm_route(
 ):
     """Norm one row, and choose its experts. The last program sums the logits and routes.
 
-    stream_ptr, normed_ptr: the residual stream, and the normed row. part_ptr: logits of PARTS parts of SIZE columns.
-    BLOCK: SIZE, padded. SPAN: columns of a program. BLOCK_N: logits of a program.
+    stream_ptr, normed_ptr: the residual stream, and the normed row.
+    part_ptr: logits of PARTS parts of SIZE columns.
+    BLOCK: SIZE, padded.
+    SPAN: columns of a program.
+    BLOCK_N: logits of a program.
     The other arguments are those of `route_row`.
     """
     tile, split = tl.program_id(0), tl.program_id(1)

@@ -97,10 +97,12 @@ def route_row(
     token_slot_ptr: HAS_LIVE: rows with a slot below first_slot are padding.
     FIRST, HELD: first and number of the routed experts on this rank.
     K, SHARED: routed and shared experts of a row; together the row's choices, padded to SLOTS_PADDED.
-    GROUPS, SIZE_PADDED: groups of experts, and experts of a group. BEST_GROUPS: groups from which a row may choose, by
-        the sum of their BEST_OF_GROUP best experts.
-    SOFTMAX: else sigmoid. NORMALISE: weights add up to `scale`.
-    HAS_BIAS: of the choice, not of the weights. SCALES_EXPERTS: each expert has a factor.
+    GROUPS, SIZE_PADDED: groups of experts, and experts of a group.
+    BEST_GROUPS: groups from which a row may choose, by the sum of their BEST_OF_GROUP best experts.
+    SOFTMAX: else sigmoid.
+    NORMALISE: weights add up to `scale`.
+    HAS_BIAS: a bias on the scores for the choice, not for the weights.
+    SCALES_EXPERTS: each expert has a factor.
     BINS: experts of this rank and one for those of others, padded.
     """
     size: tl.constexpr = EXPERTS // GROUPS

@@ -16,7 +16,7 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace 
     Implementation(
         "triton",
         "aerie.kernels.experts.router_gemm_triton:router_gemm",
-        lambda here: True,
+        lambda device: True,
         serves=lambda x, weight, bias, workspace, deterministic: workspace is not None,
         limits="16 bits, K a multiple of 64, with a workspace",
     ),

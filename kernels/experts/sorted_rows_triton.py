@@ -70,12 +70,16 @@ def gate_up_of_sorted_rows(
 ):
     """Write the activated gate and up products of BLOCK_N columns for one block of rows sorted by expert.
 
-    hidden_ptr: [blocks * BLOCK_M, WIDTH]. hidden_scales_ptr: [blocks, WIDTH / BLOCK_N, BLOCK_M] with FP8 rows.
-    pair_ptr, expert_ptr, count_ptr, shared, stride: of `ExpertOrder`; count_ptr has EXPERTS counts, padded to BINS,
-        which are zeroed here.
+    hidden_ptr: [blocks * BLOCK_M, WIDTH].
+    hidden_scales_ptr: [blocks, WIDTH / BLOCK_N, BLOCK_M] with FP8 rows.
+    pair_ptr, expert_ptr, count_ptr, shared, stride: fields of `ExpertOrder`; count_ptr has EXPERTS counts, padded to
+        BINS, which are zeroed here.
     row_step, group_step: strides of x's scales.
-    alpha, limit, shift, cubic: of `GatedActivation`. PLAIN: SwiGLU. CLAMPED, CUBED: limit and cubic are used.
-    SIZE, WIDTH: numbers of x, and of the activation. STEP: columns of x per product.
+    alpha, limit, shift, cubic: fields of `GatedActivation`.
+    PLAIN: SwiGLU.
+    CLAMPED, CUBED: limit and cubic are used.
+    SIZE, WIDTH: numbers of x, and of the activation.
+    STEP: columns of x per product.
     SLOTS: experts of a row, shared ones included.
     IN_FP8: x and weights are FP8; BY_GROUP: with scales per group; else per row and per output.
     """

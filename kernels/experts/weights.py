@@ -142,8 +142,10 @@ class ProductTiles:
 
 @dataclass(frozen=True)
 class ExpertTiles:
-    """block_m: rows per program. Inner activations have one scale per `gate_up.block_n` columns.
-    weights_first: of 64 rows or more: whether weights are the tensor core's first operand, as with fewer rows.
+    """Tiles of the kernels of one layer's experts.
+
+    block_m: rows per program. Inner activations have one scale per `gate_up.block_n` columns.
+    weights_first: with 64 rows or more: whether weights are the tensor core's first operand, as with fewer rows.
     """
 
     block_m: int

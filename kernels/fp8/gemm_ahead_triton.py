@@ -62,8 +62,12 @@ def _fp8_gemm_ahead(
     """Multiply one tile of BLOCK_N outputs in one of SPLITS parts of K.
 
     part_ptr: sums of the splits, which the last program of a tile adds.
-    N: outputs. GROUPS: groups of SIZE columns in K. ROWS: `rows`, padded to a power of two.
-    SIZE: columns that share a scale. SPAN: groups of a program. TOGETHER: groups per load and per product.
+    N: outputs.
+    GROUPS: groups of SIZE columns in K.
+    ROWS: `rows`, padded to a power of two.
+    SIZE: columns that share a scale.
+    SPAN: groups of a program.
+    TOGETHER: groups per load and per product.
     IN_ORDER: add a program's groups one after another, the first LAST groups last.
     APART: store each split's sums to out_ptr, [SPLITS, rows, N]; else their total.
     """
@@ -134,7 +138,7 @@ def fp8_gemm_ahead(
     tiles: from `fp8_ahead_tiles` for at least as many rows.
     workspace: at least `fp8_workspace_size` for this shape.
     out: [rows, N] of 16 or 32 bits, contiguous; or float32 [splits, rows, N] without bias.
-    order: of additions, with the tiles' splits; None: any.
+    order: fixed order of additions, with the tiles' splits; None: any order.
 
     Reference: `torch.nn.functional.linear` of the dequantised operands.
     """

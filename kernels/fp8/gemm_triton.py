@@ -77,7 +77,9 @@ def _fp8_gemm(
     x_ptr: [1, K] in 16 bits, which each program quantises to values_ptr and x_scales_ptr; used if COLUMNS > 0.
     out_scales_ptr: with FP8 outputs, one scale per row and 128 outputs; else None.
     part_ptr: sums of the splits, which the last program of a tile adds.
-    N: outputs, in a gated product half the rows of W. GROUPS: groups of 128 columns in K. SPAN: groups of a program.
+    N: outputs, in a gated product half the rows of W.
+    GROUPS: groups of 128 columns in K.
+    SPAN: groups of a program.
     AHEAD: groups of W read before the wait, and multiplied last.
     LAST: groups multiplied last without being read ahead, for the same order of sums as with AHEAD.
     COLUMNS: columns that a program quantises at a time; 0 if rows are in FP8.

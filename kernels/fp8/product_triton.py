@@ -123,7 +123,8 @@ def _fp8_gemm_wide(
 
     row_step, group_step: strides of x's scales.
     part_ptr: sums of the splits, which the last program of a tile adds.
-    GROUPS: groups of 128 columns in K. SLICES: parts of K that a program sums one after another, each from zero.
+    GROUPS: groups of 128 columns in K.
+    SLICES: parts of K that a program sums one after another, each from zero.
     LAST: groups at the start of a slice that are multiplied last.
     TOGETHER: blocks of rows whose programs are adjacent, so that they share tiles of W in L2.
     BY_GROUP: scales per group; else per row and per output.

@@ -20,7 +20,9 @@ _ALIGNED = 16  # rows; scales stored by group are padded to a multiple of this, 
 
 @dataclass(frozen=True)
 class Fp8Rows:
-    """values: [rows, size] float8_e4m3fn.
+    """Rows in FP8, with scales.
+
+    values: [rows, size] float8_e4m3fn.
     scales: float32 [rows, size / GROUP] per group, or [rows, 1] per row; any strides.
     plain: [rows, size] before quantisation, if requested.
     """

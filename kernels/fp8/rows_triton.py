@@ -39,7 +39,7 @@ def store_fp8(
     """Quantise and store BLOCK float32 numbers x of a row of SIZE, from column `first`.
 
     x: zeros beyond the row's end; the whole row without BY_GROUP.
-    values_ptr, scales_ptr: of this row.
+    values_ptr, scales_ptr: addresses of this row.
     """
     column = first + tl.arange(0, BLOCK)
     if BY_GROUP:
@@ -173,7 +173,8 @@ def _fp8_norm(
     """Norm one row and write it in FP8, with PLAIN also in x's dtype. With HAS_RESIDUAL x is added to the residual
     first, in place.
 
-    row_step, group_step: strides of the scales. BY_GROUP: scales by group of columns; else by row.
+    row_step, group_step: strides of the scales.
+    BY_GROUP: scales by group of columns; else by row.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)

@@ -103,6 +103,7 @@ class Fp8WideTiles:
         return int(cdiv(rows, self.block_m) * cdiv(n, self.block_n))
 
 
+# block_m, block_n, splits, stages, warps
 WIDE_TILES = Fp8WideTiles(64, 64, 1, 6, 4), Fp8WideTiles(128, 64, 1, 4, 4), Fp8WideTiles(128, 128, 1, 4, 8)
 
 

@@ -136,7 +136,7 @@ def _fits_host(weight: Tensor, options: GEMMOptions) -> bool:
     Implementation(
         "cuda",
         "aerie.kernels.gemm.ordered_cuda:OrderedCudaGEMM.of",
-        lambda here: here.compiles_cuda,
+        lambda device: device.compiles_cuda,
         _wants_ordered_halves,
         "deterministic, 16 bits",
     ),
@@ -146,21 +146,21 @@ def _fits_host(weight: Tensor, options: GEMMOptions) -> bool:
     Implementation(
         "cuda",
         "aerie.kernels.gemm.one_row_cuda:OneRowGEMM.of",
-        lambda here: here.compiles_cuda,
+        lambda device: device.compiles_cuda,
         _fits_shared_memory,
         "one row, 16 bits; W fits in shared memory",
     ),
     Implementation(
         "cuda",
         "aerie.kernels.gemm.gated_rows_cuda:GatedRowsGEMM.of",
-        lambda here: here.compiles_cuda,
+        lambda device: device.compiles_cuda,
         _fills_waves,
         "gated, 241 to 256 rows, 16 bits; fewer or smaller waves",
     ),
     Implementation(
         "cuda",
         "aerie.kernels.gemm.split_k_cuda:SplitKGEMM.of",
-        lambda here: here.compiles_cuda,
+        lambda device: device.compiles_cuda,
         _fits_one_wave,
         "209 to 256 rows, 16 bits, many inputs; one wave",
     ),

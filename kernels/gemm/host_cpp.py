@@ -76,7 +76,10 @@ def rows_of(weight: HostWeight, ids: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class HostGEMM(TorchGEMM):
-    """weight: the codes. stored: the weight with its scales."""
+    """A linear layer's product in the C++ kernels.
+
+    weight: the codes. stored: the weight with its scales.
+    """
 
     stored: HostWeight
 

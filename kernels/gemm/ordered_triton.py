@@ -87,6 +87,12 @@ def _ordered_gemm(
     PDL: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
+    """Multiply a tile of BLOCK_M rows and BLOCK_N outputs. Sums over SPLITS slices of SPAN columns are added in order:
+    PARALLEL by the last of SPLITS programs, else by one program.
+
+    TOGETHER: tiles of rows whose programs are adjacent, because they read the same tile of W.
+    LAST: columns at the start of a slice that are multiplied last.
+    """
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program, split = tl.program_id(0), tl.program_id(1)
     band = program // (TOGETHER * tiles_n)

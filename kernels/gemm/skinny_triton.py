@@ -52,7 +52,7 @@ def _skinny_gemm(
     ticket_ptr,
     down_ptr,
     up_ptr,
-    place_ptr,
+    index_ptr,
     inner_ptr,
     counter_ptr,
     rows,
@@ -83,7 +83,8 @@ def _skinny_gemm(
 
     part_ptr: sums of the splits, which the last program of a tile adds.
     part_step: stride of the splits in out_ptr.
-    N: outputs, in a gated product half the rows of W. SPAN: columns of a program.
+    N: outputs, in a gated product half the rows of W.
+    SPAN: columns of a program.
     APART: store each split's sums to out_ptr, with the bias in the first; blocks of rows have programs of their own.
     AHEAD: columns of W read before the wait, and multiplied last: 0 or BLOCK_K.
     LAST: columns multiplied last without being read ahead, for the same order of sums as with AHEAD.
@@ -91,8 +92,8 @@ def _skinny_gemm(
     UPCAST: multiply in float32, for the interpreter.
 
     Adapters, if RANK > 0 (`aerie.kernels.lora.few_rows_triton`): the first SUMMING programs compute A x of IN columns,
-    RANKS ranks at a time; a tile adds B (A x), CHUNK ranks at a time. down_ptr, up_ptr: tables of A and B. place_ptr:
-    row's place in them, negative without an adapter. PARTS: first outputs of the joined matrices, each with its own A.
+    RANKS ranks at a time; a tile adds B (A x), CHUNK ranks at a time. down_ptr, up_ptr: tables of A and B. index_ptr:
+    row's index in them, negative without an adapter. PARTS: first outputs of the joined matrices, each with its own A.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
     if RANK > 0:
@@ -107,7 +108,7 @@ def _skinny_gemm(
                 x_ptr,
                 x_row_stride,
                 down_ptr,
-                place_ptr,
+                index_ptr,
                 inner_ptr,
                 counter_ptr,
                 rows,
@@ -130,12 +131,12 @@ def _skinny_gemm(
         w_ahead = w_desc.load([tile * BLOCK_N, first])
     if RANK > 0:
         n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
-        places = tl.load(place_ptr + m, mask=m < rows, other=-1)
+        indices = tl.load(index_ptr + m, mask=m < rows, other=-1)
         up, up_of_up = None, None
         if RANK == CHUNK:
-            up = up_of_rows(up_ptr, places, n, 0, OUT, RANK, CHUNK)
+            up = up_of_rows(up_ptr, indices, n, 0, OUT, RANK, CHUNK)
             if GATED:
-                up_of_up = up_of_rows(up_ptr, places, N + n, 0, OUT, RANK, CHUNK)
+                up_of_up = up_of_rows(up_ptr, indices, N + n, 0, OUT, RANK, CHUNK)
     if PDL:
         tl.extra.cuda.gdc_wait()
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -188,7 +189,7 @@ def _skinny_gemm(
             for i in tl.static_range(1, len(PARTS) - 1):
                 column += tl.where(tile * BLOCK_N >= PARTS[i], RANK, 0)
         acc = with_up(
-            acc, up, up_ptr, inner_ptr, places, n, column, rows, OUT, RANK, INNER, BLOCK_M, RANKS, CHUNK, UPCAST
+            acc, up, up_ptr, inner_ptr, indices, n, column, rows, OUT, RANK, INNER, BLOCK_M, RANKS, CHUNK, UPCAST
         )
         if GATED:
             acc_up = with_up(
@@ -196,7 +197,7 @@ def _skinny_gemm(
                 up_of_up,
                 up_ptr,
                 inner_ptr,
-                places,
+                indices,
                 N + n,
                 RANK,
                 rows,
@@ -217,7 +218,7 @@ def _skinny_gemm(
     tl.store(out, acc.to(out_ptr.dtype.element_ty), mask=(n < N)[:, None] & (m < rows)[None, :])
 
 
-NO_ADAPTERS: dict[str, Any] = dict.fromkeys(("down_ptr", "up_ptr", "place_ptr", "inner_ptr", "counter_ptr")) | {
+NO_ADAPTERS: dict[str, Any] = dict.fromkeys(("down_ptr", "up_ptr", "index_ptr", "inner_ptr", "counter_ptr")) | {
     "IN": 0,
     "RANK": 0,
     "PARTS": (),
@@ -237,6 +238,11 @@ def _multiply(
     gated: bool,
     adapters: RowAdapters | None = None,
 ) -> None:
+    """Launch `_skinny_gemm` for x [rows, K] and W [N, K] (gated: gate rows, then up rows).
+
+    out: [rows, N], or [splits, rows, N] float32 for sums that the caller adds.
+    adapters: added to the result in the same launch.
+    """
     (rows, n), k, apart = out.shape[-2:], weight.shape[1], out.dim() == 3
     assert (apart or rows <= tiles.block_m) and x.shape == (rows, k)
     assert weight.is_contiguous() and x.dtype == weight.dtype
@@ -286,19 +292,19 @@ def _adapter_arguments(x: Tensor, adapters: RowAdapters, tiles: SkinnyGemmTiles,
     alone."""
     tables, inner = adapters.tables, adapters.tables.down.shape[1]
     assert tables.down.shape[2] == x.shape[1] and tables.down.is_contiguous() and tables.up.is_contiguous()
-    assert x.dtype == tables.down.dtype == tables.up.dtype and adapters.row_places.shape == (x.shape[0],)
+    assert x.dtype == tables.down.dtype == tables.up.dtype and adapters.lora_indices.shape == (x.shape[0],)
     return {
         "down_ptr": tables.down,
         "up_ptr": tables.up,
-        "place_ptr": adapters.row_places,
+        "index_ptr": adapters.lora_indices,
         "inner_ptr": torch.empty(SLICES.value * x.shape[0] * inner, dtype=torch.float32, device=x.device),
         "counter_ptr": adapters.counter,
         "IN": x.shape[1],
         "RANK": tables.max_rank,
         "PARTS": tables.parts,
-        "SUMMING": summing_programs(programs, tables.num_places),
+        "SUMMING": summing_programs(programs, tables.max_loras),
         "RANKS": next(size for size in (64, 32, 16) if tables.max_rank % size == 0),
-        "CHUNK": up_columns(tiles, tables.max_rank, tables.num_places),
+        "CHUNK": up_columns(tiles, tables.max_rank, tables.max_loras),
     }
 
 
@@ -314,7 +320,7 @@ def skinny_gemm(
 
     x: [rows, K] of a 16-bit dtype, last stride 1; rows are aligned to 16 bytes.
     weight: [N, K], contiguous, same dtype.
-    workspace: for this shape.
+    workspace: workspace that is large enough for this shape.
     tiles: from `skinny_gemm_tiles` for this shape and at least as many rows.
     out: contiguous memory for the result, may be float32. Or [splits, rows, N] for partial sums of any number of rows;
         the first includes the bias.

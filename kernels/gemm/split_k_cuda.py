@@ -29,7 +29,7 @@ def split_k(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace
         at least 128.
     weight: [N, K] in x's dtype, contiguous, N a multiple of 8.
     bias: [N] in x's dtype, or None.
-    workspace: for this shape.
+    workspace: workspace that is large enough for this shape.
     width: outputs of a tile, from `split_width`.
     out: [rows, N] in x's dtype, contiguous.
 

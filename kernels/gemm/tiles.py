@@ -8,9 +8,9 @@ from aerie.kernels.capability import MULTIPROCESSORS
 from aerie.kernels.gemm.blocks import cdiv, largest, next_power_of_2
 
 MAX_ROWS = 128  # with more rows cuBLAS is faster, see tests/bench/RESULTS.md
-MAX_GATED_ROWS = 256  # of `gated_rows_cuda` and `split_k_cuda`
-MIN_GATED_ROWS = 241  # of `gated_rows_cuda`; with fewer, cuBLAS and a kernel for silu are faster
-MAX_GATED_OUTPUTS = 14336  # of `gated_rows_cuda`; with 17,408, cuBLAS is faster: 134 instead of 146 us
+MAX_GATED_ROWS = 256  # maximum rows of `gated_rows_cuda` and `split_k_cuda`
+MIN_GATED_ROWS = 241  # minimum rows of `gated_rows_cuda`; with fewer, cuBLAS and a kernel for silu are faster
+MAX_GATED_OUTPUTS = 14336  # maximum outputs of `gated_rows_cuda`; with 17,408, cuBLAS is faster: 134 instead of 146 us
 INPUT_STEP = 64  # divisor of K of all weights with tiles
 MAX_GATED_WIDTH = 192  # rows of W in a tile of `gated_rows_cuda`; limited by registers for sums
 MIN_GATED_WIDTH = 96  # narrower tiles would read x from L2 for longer than they multiply
@@ -72,8 +72,8 @@ def skinny_gemm_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
         # With many rows of W, the wait for the first columns is negligible.
         if block_m == 128:
             stages = 3 if cdiv(n, 128) > MULTIPROCESSORS else 5  # two programs per multiprocessor, or one
-            return SkinnyGemmTiles(block_m, 128, 64, 1, False, stages, warps=4)
-        return SkinnyGemmTiles(block_m, 128, 128, 1, False, stages=4, warps=8 if block_m == 64 else 4)
+            return SkinnyGemmTiles(block_m, 128, 64, splits=1, ahead=False, stages=stages, warps=4)
+        return SkinnyGemmTiles(block_m, 128, 128, splits=1, ahead=False, stages=4, warps=8 if block_m == 64 else 4)
     # One program per multiprocessor, with all of its shared memory.
     block_k = 256 if block_m <= 32 and (k % 256 == 0 or k % 128) else 128
     splits = 1
@@ -85,17 +85,22 @@ def skinny_gemm_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles | None:
     return SkinnyGemmTiles(block_m, 64, block_k, splits, ahead, stages=5 if block_m == 64 else 4, warps=4)
 
 
-def summing_programs(programs: int, places: int) -> int:
+def summing_programs(programs: int, max_loras: int) -> int:
     """Return the programs that compute A x of adapters, in a launch of `programs` others: those for which the last wave
-    has room, at least 4. With many places at least 32, although the product then starts later on some
-    multiprocessors."""
-    return max(4 if places <= 8 else 32, min(32, -programs % MULTIPROCESSORS))
+    has room, at least 4. If the tables hold more than 8 adapters, at least 32, although the product then starts later
+    on some multiprocessors."""
+    return max(4 if max_loras <= 8 else 32, min(32, -programs % MULTIPROCESSORS))
 
 
-def up_columns(tiles: SkinnyGemmTiles, rank: int, places: int) -> int:
-    """Return the columns of B that a program reads at once for each row; 0: for places that rows have, by the tensor
-    core, which is faster for many rows or columns unless the rows have many adapters."""
-    if tiles.block_m > 32 or (rank > 16 and places <= 8):
+def up_columns(tiles: SkinnyGemmTiles, rank: int, max_loras: int) -> int:
+    """Return the columns of B that a program reads at once for each row; 0: the tensor core
+    multiplies by the matrices of all adapters that the rows have, which is faster for many rows or columns unless these
+    are many.
+
+    rank: maximum rank of the tables.
+    max_loras: number of adapters that the tables hold.
+    """
+    if tiles.block_m > 32 or (rank > 16 and max_loras <= 8):
         return 0
     return min(16, (1 << 14) // (tiles.block_m * tiles.block_n))
 

@@ -38,7 +38,9 @@ class Workspace:
 
 @dataclass(frozen=True)
 class GEMMOptions:
-    """workspace: shared by all layers of a 16-bit model on a GPU, else None.
+    """What a layer's method must know to choose its kernels.
+
+    workspace: shared by all layers of a 16-bit model on a GPU, else None.
     deterministic: a row's result must not depend on other rows (needs the workspace).
     fp8: whether the device multiplies FP8 (needs the workspace).
     packed: whether the device multiplies 4- and 8-bit weights (`aerie.kernels.packed`).
@@ -65,11 +67,11 @@ class GEMMOptions:
         others: cells and tickets of the workspace that other operations need, such as FP8 products
             (`aerie.kernels.fp8.tiles.fp8_workspace_size`).
         """
-        here = Capability.of(device)
-        if not here.is_gpu or dtype.itemsize != 2:
-            return GEMMOptions(packed=here.is_gpu, host=dtype == torch.float32 and compiles(here))
+        capability = Capability.of(device)
+        if not capability.is_gpu or dtype.itemsize != 2:
+            return GEMMOptions(packed=capability.is_gpu, host=dtype == torch.float32 and compiles(capability))
         sizes = [workspace_size(shapes), *others]
         if deterministic:
             sizes.append(ordered_workspace_size(shapes))
         workspace = Workspace.allocate(*largest(sizes), device)
-        return GEMMOptions(workspace, deterministic, here.multiplies_fp8, packed=True)
+        return GEMMOptions(workspace, deterministic, capability.multiplies_fp8, packed=True)

@@ -157,7 +157,7 @@ class PrefillBatch:
         without a `RowIndex`.
     saved_at: [C] int32, position after which a chunk's state is saved; -1: not saved. None: none is saved.
     saved_row: [C] int64, row of the state pool to which it is saved.
-    inputs: of some rows, besides their ids; None for most steps.
+    inputs: inputs of some rows besides their ids; None for most steps.
     """
 
     qo_indptr: Tensor
@@ -315,8 +315,9 @@ class LatentKV:
 class ExpandedKV:
     """Keys and values expanded from latent rows, for all tokens that the chunks attend to, chunk by chunk.
 
-    kv: [tokens, heads, key_dim + value_dim], contiguous. k_pe: [tokens, rotated], the rotated part of keys, which heads
-        share; last stride 1. first: [C] int32, each chunk's first token.
+    kv: [tokens, heads, key_dim + value_dim], contiguous.
+    k_pe: [tokens, rotated], the rotated part of keys, which heads share; last stride 1.
+    first: [C] int32, each chunk's first token.
     """
 
     kv: Tensor

@@ -24,6 +24,7 @@ def _map_decode_rows(
     ROWS: tl.constexpr,
     ROWS_PADDED: tl.constexpr,
 ):
+    """Write positions and KV slots of a request's ROWS rows."""
     b = tl.program_id(0)
     row = tl.arange(0, ROWS_PADDED)
     inside = row < ROWS
@@ -51,7 +52,8 @@ def _map_prefill_rows(
 ):
     """Write the position and the token index in the pool of BLOCK rows of chunks; 0 for padding.
 
-    indptr_ptr: [num_chunks + 1] first rows. starts_ptr: [num_chunks] positions of first rows.
+    indptr_ptr: [num_chunks + 1] first rows.
+    starts_ptr: [num_chunks] positions of first rows.
     store_from_ptr: [num_chunks], rows at earlier positions write to page 0; with HAS_STORE_FROM.
     CHUNKS: chunks that are compared at once.
     """
@@ -140,6 +142,8 @@ def _move_path(
     BLOCK: tl.constexpr,
     TWO: tl.constexpr,
 ):
+    """Copy the KV of a request's accepted nodes to the positions after its prefix, in one layer. TWO: there are k and
+    v; else only k."""
     b, layer, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     row, column = tl.arange(0, ROWS_PADDED), block * BLOCK + tl.arange(0, BLOCK)
     step = tl.load(path_ptr + b * ROWS + row, mask=row < ROWS, other=0)

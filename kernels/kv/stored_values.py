@@ -19,7 +19,8 @@ from torch import Tensor
 def without_nan(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Return v with 0 instead of NaN, and k, all NaN where v had one.
 
-    k: [..., key size]. v: [..., value size]; the other dimensions are equal.
+    k: [..., key size].
+    v: [..., value size]; the other dimensions are equal.
     """
     # A sum takes 4 us for 16 rows and 19 for 512 (embedded pair, one core); `isnan` and `any` take 13 and 175.
     if v.device.type == "cpu" and not math.isnan(v.sum().item()):

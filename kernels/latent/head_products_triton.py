@@ -138,6 +138,7 @@ def product_blocks(rows: int, in_features: int, itemsize: int) -> ProductBlocks:
     """Return tile sizes. Few rows: 16 kB of a weight per program, so that 16 heads fill an H200. Batches: all inner
     dimensions of a head, read before the wait. Many rows: tiles large enough to be limited by the tensor core."""
     whole = triton.next_power_of_2(in_features)
+    # m, n, k, ahead, warps
     if itemsize == 4:
         return ProductBlocks(16, 16, min(64, whole), whole <= 64, 4)
     if rows <= 4 * FEW_ROWS:
@@ -151,6 +152,7 @@ def rounded_blocks(rows: int, in_features: int, itemsize: int) -> ProductBlocks:
     """Return tile sizes with GROUP columns per program, one scale group. Few rows: a head's whole matrix (128 kB),
     read while attention still runs."""
     ahead = rows <= 4 * FEW_ROWS and in_features * GROUP * itemsize <= MAX_BYTES_AHEAD
+    # m, n, k, ahead, warps
     if ahead or itemsize == 4:
         return ProductBlocks(FEW_ROWS, GROUP, min(128, triton.next_power_of_2(in_features)), ahead, 16)
     if rows <= BATCH_ROWS:
@@ -229,6 +231,8 @@ def _latent_values(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
+    """Multiply the few rows of a head by its matrix [128, LATENT], and write FP8 with a scale per row and head. The
+    head's matrix has the rows from head * STEP + FIRST on."""
     head = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

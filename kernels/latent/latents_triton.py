@@ -63,6 +63,7 @@ def _normed_latents(
         part_step apart.
     Q_NORMED: write the query's latent to q_ptr; BY_GROUP: in FP8 with scales per group.
     FENCE: wait before triggering (`aerie.kernels.pdl`).
+    The other pointers and strides are those of the tensors of `aerie.kernels.latent.latents.normed_latents`.
     """
     row, is_latent = tl.program_id(0).to(tl.int64), tl.program_id(1) == 0
     column, q_column = tl.arange(0, BLOCK_LATENT), tl.arange(0, BLOCK_Q)
@@ -112,7 +113,6 @@ def normed_latents(
     slot_mapping: Tensor,
     wanted: Fp8Inputs | None = None,
     fence: bool = True,
-    fixed: bool = False,
 ) -> Tensor | Fp8Rows:
     """`aerie.kernels.latent.latents.normed_latents`."""
     latent, width = kv.latent, kv.rows.shape[2]
@@ -152,10 +152,8 @@ def normed_latents(
         BY_GROUP=wanted is not None and wanted.by_group,
         FENCE=fence,
         INTERPRETED=INTERPRETED,
-        # With partial sums each thread reads several numbers in sequence, so more warps share them. The number of warps
-        # and the fusion of multiplications and additions decide the bits of a norm.
-        num_warps=16 if fixed or parts.shape[0] > 1 else num_warps(max(block_q, block_latent)),
-        enable_fp_fusion=not fixed,
+        # with partial sums each thread reads several numbers in sequence, so more warps share them
+        num_warps=16 if parts.shape[0] > 1 else num_warps(max(block_q, block_latent)),
         **pdl_wait(both.device),
     )
     return q
@@ -182,9 +180,11 @@ def _expand_latents(
     """Multiply the latent rows of tokens by w_desc [N, LATENT], and copy their RoPE parts. Each program does every
     num_programs-th tile.
 
-    token_ptr: token indices in the pool. end_ptr: its element num_chunks is the number of tokens.
-    kv_ptr: [tokens, N], written. k_pe_ptr: [tokens, ROTATED], written.
-    scale: of the pool's rows.
+    token_ptr: token indices in the pool.
+    end_ptr: its element num_chunks is the number of tokens.
+    kv_ptr: [tokens, N], written.
+    k_pe_ptr: [tokens, ROTATED], written.
+    scale: factor by which the pool's rows are multiplied.
     """
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     num_tokens = tl.load(end_ptr + num_chunks)

@@ -9,23 +9,23 @@ ever: programs start in order of their index, and the first ones wait for no oth
 import triton
 import triton.language as tl
 
-from aerie.kernels.lora.product_triton import _NONE, _next_place
+from aerie.kernels.lora.product_triton import _NONE, _next_index
 
-SLICES = tl.constexpr(4)  # of the inputs, whose sums are added in order
+SLICES = tl.constexpr(4)  # slices of the inputs, whose sums are added in order
 
 
 @triton.jit
-def _four_places(places, place):
-    """The four smallest places after `place` that a row has; `_NONE` from where on there is none."""
-    first = _next_place(places, place)
-    second = _next_place(places, first)
-    third = _next_place(places, second)
-    return first, second, third, _next_place(places, third)
+def _four_indices(indices, index):
+    """The four smallest indices after `index` that a row has; `_NONE` from where on there is none."""
+    first = _next_index(indices, index)
+    second = _next_index(indices, first)
+    third = _next_index(indices, second)
+    return first, second, third, _next_index(indices, third)
 
 
 @triton.jit
 def _owners(first, second, third, fourth, RANKS: tl.constexpr):
-    """[64]: each of the first 64 / RANKS places RANKS times, and the last of them."""
+    """[64]: each of the first 64 / RANKS indices RANKS times; and the last of these indices."""
     last = first if RANKS == 64 else second if RANKS == 32 else fourth
     number = tl.arange(0, 64) // RANKS
     owners = tl.where(number < 2, tl.where(number == 0, first, second), tl.where(number == 2, third, fourth))
@@ -38,7 +38,7 @@ def add_down(
     x_ptr,
     x_row_stride,
     down_ptr,
-    place_ptr,
+    index_ptr,
     inner_ptr,
     counter_ptr,
     rows,
@@ -51,17 +51,17 @@ def add_down(
     UPCAST: tl.constexpr,
 ):
     """Compute this program's share of A x, and count the program. The tensor core's 64 rows are RANKS rows of A of each
-    of up to four places, so that enough of A is on its way. Units of such places are a slice of the inputs and RANKS
+    of up to four indices, so that enough of A is on its way. A unit of work is a slice of the inputs and RANKS
     rows; program i has the i-th unit and every PROGRAMS-th after it."""
     BLOCK_K: tl.constexpr = 256 if BLOCK_M <= 32 else 128  # all stages fit in the product's shared memory
     CHUNKS: tl.constexpr = INNER // RANKS
     SPAN: tl.constexpr = (IN + SLICES * BLOCK_K - 1) // (SLICES * BLOCK_K) * BLOCK_K
     m = tl.arange(0, BLOCK_M)
-    places = tl.load(place_ptr + m, mask=m < rows, other=-1)
+    indices = tl.load(index_ptr + m, mask=m < rows, other=-1)
     if EARLY:
         tl.extra.cuda.gdc_wait()
     unit, end = program, CHUNKS * SLICES
-    first, second, third, fourth = _four_places(places, -1)
+    first, second, third, fourth = _four_indices(indices, -1)
     while first < _NONE:
         owners, last = _owners(first, second, third, fourth, RANKS)
         matrices = down_ptr + owners.to(tl.int64)[:, None] * (INNER * IN)
@@ -82,10 +82,10 @@ def add_down(
                     weights, inputs = weights.to(tl.float32), inputs.to(tl.float32)
                 acc = tl.dot(weights, inputs, acc)
             cells = inner_ptr + (piece * rows + m)[None, :] * INNER + r[:, None]
-            tl.store(cells, acc, mask=owners[:, None] == places[None, :])
+            tl.store(cells, acc, mask=owners[:, None] == indices[None, :])
             unit += PROGRAMS
         end += CHUNKS * SLICES
-        first, second, third, fourth = _four_places(places, last)
+        first, second, third, fourth = _four_indices(indices, last)
     tl.debug_barrier()  # orders the stores of all threads before the release
     tl.atomic_add(counter_ptr, 1, sem="release")
 
@@ -98,11 +98,11 @@ def await_down(counter_ptr, PROGRAMS: tl.constexpr):
 
 
 @triton.jit
-def up_of_rows(up_ptr, places, n, first, N: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr):
+def up_of_rows(up_ptr, indices, n, first, N: tl.constexpr, RANK: tl.constexpr, CHUNK: tl.constexpr):
     """Read columns `first` and on of B's rows n, of each row's adapter: [n, rows, CHUNK]. Zero without an adapter."""
     r = first + tl.arange(0, CHUNK)
-    matrices = up_ptr + places.to(tl.int64)[None, :, None] * (N * RANK)
-    there = (places >= 0)[None, :, None] & (n < N)[:, None, None]
+    matrices = up_ptr + indices.to(tl.int64)[None, :, None] * (N * RANK)
+    there = (indices >= 0)[None, :, None] & (n < N)[:, None, None]
     return tl.load(matrices + n[:, None, None] * RANK + r[None, None, :], mask=there, other=0.0)
 
 
@@ -122,7 +122,7 @@ def with_up(
     up,
     up_ptr,
     inner_ptr,
-    places,
+    indices,
     n,
     column,
     rows,
@@ -135,30 +135,30 @@ def with_up(
     UPCAST: tl.constexpr,
 ):
     """Return acc [n, rows] + B (A x). CHUNK: columns of B that each row reads of its adapter; 0: the tensor core
-    multiplies RANKS columns of up to four places. up: `up_of_rows` of the first CHUNK columns, if these are all.
-    column: of A x, the part's first."""
+    multiplies RANKS columns of up to four indices. up: `up_of_rows` of the first CHUNK columns, if these are all.
+    column: the part's first column of A x."""
     part = acc
     if CHUNK == 0:
         r = tl.arange(0, 64) % RANKS
-        first, second, third, fourth = _four_places(places, -1)
+        first, second, third, fourth = _four_indices(indices, -1)
         while first < _NONE:
             owners, last = _owners(first, second, third, fourth, RANKS)
             matrices = up_ptr + owners.to(tl.int64)[None, :] * (N * RANK) + n[:, None] * RANK + r[None, :]
             there = (owners < _NONE)[None, :] & (n < N)[:, None]
             for begin in tl.range(0, RANK, RANKS, num_stages=1):
                 weights = tl.load(matrices + begin, mask=there, other=0.0)
-                ours = places[:, None] == owners[None, :]
+                ours = indices[:, None] == owners[None, :]
                 inner = inner_of_rows(inner_ptr, ours, column + begin + r, rows, INNER, BLOCK_M)
                 inner = inner.to(up_ptr.dtype.element_ty)
                 if UPCAST:
                     weights, inner = weights.to(tl.float32), inner.to(tl.float32)
                 part = tl.dot(weights, tl.trans(inner), part)
-            first, second, third, fourth = _four_places(places, last)
+            first, second, third, fourth = _four_indices(indices, last)
     else:
-        there = (places >= 0)[:, None]
+        there = (indices >= 0)[:, None]
         for begin in tl.range(0, RANK, CHUNK, num_stages=1):
             columns = column + begin + tl.arange(0, CHUNK)
-            read = up_of_rows(up_ptr, places, n, begin, N, RANK, CHUNK) if RANK > CHUNK else up
+            read = up_of_rows(up_ptr, indices, n, begin, N, RANK, CHUNK) if RANK > CHUNK else up
             inner = inner_of_rows(inner_ptr, there, columns, rows, INNER, BLOCK_M)
             part += tl.sum(read.to(tl.float32) * inner[None, :, :], 2)
-    return tl.where((places >= 0)[None, :], part, acc)
+    return tl.where((indices >= 0)[None, :], part, acc)

@@ -1,5 +1,5 @@
-"""The adapters' part of a linear layer: y += B (A x), with the matrices of each row's adapter (LoRA, arXiv 2106.09685,
-section 4.1)."""
+"""Adds LoRA adapters to the result of a linear layer: y += B (A x), with the matrices of each row's adapter (arXiv
+2106.09685, section 4.1). `down` is A, `up` is B."""
 
 from dataclasses import dataclass
 
@@ -18,8 +18,8 @@ VARIANT_ROWS = (1, 17, 64, *(limit + 1 for limit in ROW_LIMITS))
 class LoraTables:
     """One layer's adapters on this rank. Their memory stays where it is: captured steps contain the addresses.
 
-    down: [places, num_parts * max_rank, in_features], contiguous; the rows of part p are p * max_rank and on.
-    up: [places, out_features, max_rank], contiguous, in down's dtype; the adapter's scale is contained.
+    down: [max_loras, num_parts * max_rank, in_features], contiguous; the rows of part p are p * max_rank and on.
+    up: [max_loras, out_features, max_rank], contiguous, in down's dtype; the adapter's scale is contained.
     parts: num_parts + 1 ascending outputs: part p has the outputs parts[p] to parts[p + 1]. Parts are the matrices that
         a layer stacks, such as q, k and v. Outputs after the last are padding, without adapters.
 
@@ -32,11 +32,13 @@ class LoraTables:
     parts: tuple[int, ...]
 
     @property
-    def num_places(self) -> int:
+    def max_loras(self) -> int:
+        """Number of adapters that the tables hold."""
         return self.up.shape[0]
 
     @property
     def max_rank(self) -> int:
+        """Number of ranks of each adapter, zeros included."""
         return self.up.shape[2]
 
 
@@ -44,24 +46,24 @@ class LoraTables:
 class RowAdapters:
     """The adapters of a product's rows, for products that add them in their own launch.
 
-    tables: of the product's layer.
-    row_places: as for `add_lora`; written before a fence (`aerie.kernels.pdl`).
+    tables: the adapters of the product's layer.
+    lora_indices: as for `add_lora`; written before a fence (`aerie.kernels.pdl`).
     counter: int32, 0, of this product only; written.
     """
 
     tables: LoraTables
-    row_places: Tensor
+    lora_indices: Tensor
     counter: Tensor
 
 
-def check_add_lora(y: Tensor, x: Tensor, tables: LoraTables, row_places: Tensor) -> None:
+def check_add_lora(y: Tensor, x: Tensor, tables: LoraTables, lora_indices: Tensor) -> None:
     """Assert what kernels require; see `add_lora`."""
-    (rows, outputs), inputs, (places, _, rank) = y.shape, x.shape[1], tables.up.shape
-    assert x.shape[0] == rows and row_places.shape == (rows,) and row_places.dtype == torch.int32
+    (rows, outputs), inputs, (max_loras, _, rank) = y.shape, x.shape[1], tables.up.shape
+    assert x.shape[0] == rows and lora_indices.shape == (rows,) and lora_indices.dtype == torch.int32
     assert tables.up.shape[1] == outputs and tables.parts[-1] <= outputs and tables.parts[0] == 0
     assert rank % RANK_STEP == 0 and list(tables.parts) == sorted(tables.parts)
-    assert tables.down.shape == (places, (len(tables.parts) - 1) * rank, inputs)
-    assert tables.down.is_contiguous() and tables.up.is_contiguous() and row_places.is_contiguous()
+    assert tables.down.shape == (max_loras, (len(tables.parts) - 1) * rank, inputs)
+    assert tables.down.is_contiguous() and tables.up.is_contiguous() and lora_indices.is_contiguous()
     assert x.stride(1) == y.stride(1) == 1 and x.dtype == y.dtype == tables.down.dtype == tables.up.dtype
 
 
@@ -70,21 +72,21 @@ def check_add_lora(y: Tensor, x: Tensor, tables: LoraTables, row_places: Tensor)
     Implementation("host", "aerie.kernels.lora.product_host:add_lora", on_host),
     contract=check_add_lora,
 )
-def add_lora(y: Tensor, x: Tensor, tables: LoraTables, row_places: Tensor) -> Tensor:
-    """Add up[place] (down[place] x) to each row's result, in place; return y.
+def add_lora(y: Tensor, x: Tensor, tables: LoraTables, lora_indices: Tensor) -> Tensor:
+    """Add up[index] (down[index] x) to each row's result, in place; return y.
 
-    Sums are float32, and y is rounded once. Kernels may round down[place] x to x's dtype.
+    Sums are float32, and y is rounded once. Kernels may round down[index] x to x's dtype.
 
     y           [rows, out_features], written; last stride 1
     x           [rows, in_features], y's dtype; last stride 1
     tables      y's dtype
-    row_places  [rows] int32 contiguous: the place of each row's adapter; -1: none, and the row's y is unchanged
+    lora_indices  [rows] int32 contiguous: each row's adapter, by its index in the tables; -1: none, and y is unchanged
     """
     rank, inputs, sums = tables.max_rank, x.float(), torch.zeros(y.shape, device=y.device)
-    for place in range(tables.num_places):
-        inner = inputs @ tables.down[place].float().T
-        inner = inner.where((row_places == place)[:, None], 0.0)
+    for index in range(tables.max_loras):
+        inner = inputs @ tables.down[index].float().T
+        inner = inner.where((lora_indices == index)[:, None], 0.0)
         for part, (first, end) in enumerate(zip(tables.parts, tables.parts[1:], strict=False)):
-            up = tables.up[place, first:end].float()
+            up = tables.up[index, first:end].float()
             sums[:, first:end] += inner[:, part * rank : (part + 1) * rank] @ up.T
-    return y.copy_(torch.where((row_places >= 0)[:, None], y.float() + sums, y.float()))
+    return y.copy_(torch.where((lora_indices >= 0)[:, None], y.float() + sums, y.float()))

@@ -5,14 +5,14 @@ from torch import Tensor
 from aerie.kernels.lora.product import LoraTables
 
 
-def add_lora(y: Tensor, x: Tensor, tables: LoraTables, row_places: Tensor) -> Tensor:
+def add_lora(y: Tensor, x: Tensor, tables: LoraTables, lora_indices: Tensor) -> Tensor:
     """`aerie.kernels.lora.product.add_lora`."""
     rank = tables.max_rank
-    for place in set(row_places.tolist()) - {-1}:
-        rows = (row_places == place).nonzero().flatten()
-        inner = x[rows].float() @ tables.down[place].float().T
+    for index in set(lora_indices.tolist()) - {-1}:
+        rows = (lora_indices == index).nonzero().flatten()
+        inner = x[rows].float() @ tables.down[index].float().T
         for part, (first, end) in enumerate(zip(tables.parts, tables.parts[1:], strict=False)):
-            up = tables.up[place, first:end].float()
+            up = tables.up[index, first:end].float()
             sums = y[rows, first:end].float().addmm_(inner[:, part * rank : (part + 1) * rank], up.T)
             y[rows, first:end] = sums.to(y.dtype)
     return y

@@ -21,24 +21,24 @@ from aerie.kernels.interpreter_triton import INTERPRETED
 from aerie.kernels.lora.product import ROW_LIMITS, LoraTables
 from aerie.kernels.pdl import pdl_wait
 
-_NONE = tl.constexpr(1 << 30)  # beyond all places
+_NONE = tl.constexpr(1 << 30)  # beyond all indices
 _MAX_SPLITS = (16, 4, 1)  # by the class of rows: partial sums of many rows take memory and time
-_MAX_PROGRAMS = 16 * MULTIPROCESSORS  # of a launch, where lanes are added
+_MAX_PROGRAMS = 16 * MULTIPROCESSORS  # a launch gets more lanes up to this number of programs
 SHRINK_STAGES = 3
 EXPAND_STAGES = 1  # more would copy partial sums to shared memory
 
 
 @triton.jit
-def _next_place(places, place):
-    """The smallest place after `place` that a row has; `_NONE` if there is none."""
-    return tl.min(tl.where(places > place, places, _NONE))
+def _next_index(indices, index):
+    """The smallest index after `index` that a row has; `_NONE` if there is none."""
+    return tl.min(tl.where(indices > index, indices, _NONE))
 
 
 @triton.jit(do_not_specialize=["rows", "lanes"])
 def _lora_shrink(
     x_ptr,
     down_ptr,
-    place_ptr,
+    index_ptr,
     part_ptr,
     rows,
     lanes,
@@ -54,9 +54,10 @@ def _lora_shrink(
 ):
     """Compute A x for a block of rows, BLOCK_N ranks and SPAN inputs: one after another for each adapter of these rows.
 
-    down_ptr: A of each place of the tables, [places, INNER, K]. place_ptr: each row's place, -1 without an adapter.
+    down_ptr: [max_loras, INNER, K], A of each adapter.
+    index_ptr: each row's index, -1 without an adapter.
     part_ptr: [splits of K, rows, INNER] float32.
-    lanes: programs that share the adapters of a block; a place belongs to the lane place % lanes.
+    lanes: programs that share the adapters of a block; an adapter belongs to the lane index % lanes.
     """
     tile, split = tl.program_id(0), tl.program_id(1)
     block, lane = tl.program_id(2) // lanes, tl.program_id(2) % lanes
@@ -64,13 +65,13 @@ def _lora_shrink(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    places = tl.load(place_ptr + m, mask=m < rows, other=-1)
-    places = tl.where(places % lanes == lane, places, -1)  # -1 too if it has none
+    indices = tl.load(index_ptr + m, mask=m < rows, other=-1)
+    indices = tl.where(indices % lanes == lane, indices, -1)  # -1 too if it has none
     part = part_ptr + (split * rows + m).to(tl.int64)[:, None] * INNER + n[None, :]
-    place = _next_place(places, -1)
-    while place < _NONE:
-        ours = (places == place)[:, None]
-        matrix = down_ptr + place.to(tl.int64) * (INNER * K)
+    index = _next_index(indices, -1)
+    while index < _NONE:
+        ours = (indices == index)[:, None]
+        matrix = down_ptr + index.to(tl.int64) * (INNER * K)
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for start in range(0, SPAN, BLOCK_K):
             k = split * SPAN + start + tl.arange(0, BLOCK_K)
@@ -83,14 +84,14 @@ def _lora_shrink(
                 inputs, weights = inputs.to(tl.float32), weights.to(tl.float32)
             acc = tl.dot(inputs, weights, acc, input_precision="ieee")
         tl.store(part, acc, mask=ours)
-        place = _next_place(places, place)
+        index = _next_index(indices, index)
 
 
 @triton.jit(do_not_specialize=["rows", "lanes"])
 def _lora_expand(
     part_ptr,
     up_ptr,
-    place_ptr,
+    index_ptr,
     y_ptr,
     rows,
     lanes,
@@ -108,9 +109,10 @@ def _lora_expand(
     """Add B (A x) to a block of rows and BLOCK_N outputs: one after another for each adapter of these rows.
 
     part_ptr: [SPLITS, rows, INNER] float32, from `_lora_shrink`.
-    up_ptr: B of each place of the tables, [places, N, RANK].
-    lanes: programs that share the adapters of a block; a place belongs to the lane place % lanes.
-    PARTS: first outputs of the joined matrices, and N; each matrix has its own A. BLOCK_R: ranks per product.
+    up_ptr: [max_loras, N, RANK], B of each adapter.
+    lanes: programs that share the adapters of a block; an adapter belongs to the lane index % lanes.
+    PARTS: first outputs of the joined matrices, and N; each matrix has its own A.
+    BLOCK_R: ranks per product.
     """
     tile, block, lane = tl.program_id(0), tl.program_id(1) // lanes, tl.program_id(1) % lanes
     m, n, r = block * BLOCK_M + tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
@@ -118,13 +120,13 @@ def _lora_expand(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    places = tl.load(place_ptr + m, mask=m < rows, other=-1)
-    places = tl.where(places % lanes == lane, places, -1)  # -1 too if it has none
+    indices = tl.load(index_ptr + m, mask=m < rows, other=-1)
+    indices = tl.where(indices % lanes == lane, indices, -1)  # -1 too if it has none
     out = y_ptr + m.to(tl.int64)[:, None] * y_stride + n[None, :]
-    place = _next_place(places, -1)
-    while place < _NONE:
-        ours = (places == place)[:, None]
-        matrix = up_ptr + place.to(tl.int64) * (N * RANK)
+    index = _next_index(indices, -1)
+    while index < _NONE:
+        ours = (indices == index)[:, None]
+        matrix = up_ptr + index.to(tl.int64) * (N * RANK)
         acc = tl.load(out, mask=ours & (n < N)[None, :], other=0.0).to(tl.float32)
         for p in tl.static_range(len(PARTS) - 1):
             if (tile * BLOCK_N < PARTS[p + 1]) & (tile * BLOCK_N + BLOCK_N > PARTS[p]):
@@ -140,14 +142,18 @@ def _lora_expand(
                         weights, inner = weights.to(tl.float32), inner.to(tl.float32)
                     acc = tl.dot(inner, weights, acc, input_precision="ieee")
         tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=ours & (n < N)[None, :])
-        place = _next_place(places, place)
+        index = _next_index(indices, index)
 
 
 @dataclass(frozen=True)
 class LoraTiles:
     """Tiles of both launches for a layer, with a class of rows.
 
-    warps: of the second launch. block_m: rows. block_r: ranks. block_k: inputs at once. block_n: outputs.
+    warps: warps of the second launch.
+    block_m: rows.
+    block_r: ranks.
+    block_k: inputs at once.
+    block_n: outputs.
     splits: programs over the inputs; span: inputs of each.
     """
 
@@ -175,13 +181,16 @@ def lora_tiles(rows: int, inputs: int, outputs: int, num_parts: int, rank: int) 
 
 
 def _lanes(tables: LoraTables, rows: int, block_m: int, programs: int) -> int:
-    """Return the programs of each block of rows; program i has each lanes-th place from i on. Programs without an
-    adapter end at once, but many of them take time to start. programs: of the launch with one lane."""
-    most = min(tables.num_places, block_m if block_m == 16 else 4, rows)
+    """Return the lanes: programs of each block of rows, of which number i computes every lanes-th adapter from index i
+    on. Programs without an adapter end at once, but many of them take time to start.
+
+    programs: number of programs of a launch with one lane.
+    """
+    most = min(tables.max_loras, block_m if block_m == 16 else 4, rows)
     return min(most, max(1, _MAX_PROGRAMS // programs))
 
 
-def shrink(x: Tensor, tables: LoraTables, row_places: Tensor) -> Tensor:
+def shrink(x: Tensor, tables: LoraTables, lora_indices: Tensor) -> Tensor:
     """Return partial sums of each row's A x: [splits, rows, num_parts * max_rank] float32; rows without an adapter are
     uninitialised."""
     (rows, inputs), inner, tiles = x.shape, tables.down.shape[1], _tiles(x, tables)
@@ -191,7 +200,7 @@ def shrink(x: Tensor, tables: LoraTables, row_places: Tensor) -> Tensor:
     _lora_shrink[(chunks, tiles.splits, blocks * lanes)](
         x,
         tables.down,
-        row_places,
+        lora_indices,
         part,
         rows,
         lanes,
@@ -210,7 +219,7 @@ def shrink(x: Tensor, tables: LoraTables, row_places: Tensor) -> Tensor:
     return part
 
 
-def expand(y: Tensor, x: Tensor, part: Tensor, tables: LoraTables, row_places: Tensor) -> Tensor:
+def expand(y: Tensor, x: Tensor, part: Tensor, tables: LoraTables, lora_indices: Tensor) -> Tensor:
     """Add B of the sums of `shrink`'s parts to y; return y."""
     (rows, outputs), tiles = y.shape, _tiles(x, tables)
     blocks, columns = triton.cdiv(rows, tiles.block_m), triton.cdiv(outputs, tiles.block_n)
@@ -218,7 +227,7 @@ def expand(y: Tensor, x: Tensor, part: Tensor, tables: LoraTables, row_places: T
     _lora_expand[(columns, blocks * lanes)](
         part,
         tables.up,
-        row_places,
+        lora_indices,
         y,
         rows,
         lanes,
@@ -243,8 +252,8 @@ def _tiles(x: Tensor, tables: LoraTables) -> LoraTiles:
     return lora_tiles(x.shape[0], x.shape[1], outputs, len(tables.parts) - 1, rank)
 
 
-def add_lora(y: Tensor, x: Tensor, tables: LoraTables, row_places: Tensor) -> Tensor:
+def add_lora(y: Tensor, x: Tensor, tables: LoraTables, lora_indices: Tensor) -> Tensor:
     """`aerie.kernels.lora.product.add_lora`."""
     if not x.shape[0]:
         return y
-    return expand(y, x, shrink(x, tables, row_places), tables, row_places)
+    return expand(y, x, shrink(x, tables, lora_indices), tables, lora_indices)

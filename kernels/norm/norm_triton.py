@@ -60,6 +60,7 @@ def _add_norm(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """See `aerie.kernels.norm.norm.add_rms_norm`, and without HAS_RESIDUAL `rms_norm`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -73,6 +74,7 @@ def _add_norm(
 
 @triton.jit
 def _gated_mul(gate_up_ptr, out_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Write gelu(gate) * up with GELU (by tanh), else silu(gate) * up."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -155,6 +157,7 @@ def _head_input(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Write the norm of a token's embedding, or (second) of its hidden state."""
     row, second = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -214,6 +217,7 @@ def _sigmoid_mul(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
+    """Write sigmoid(gate) * x, plus `added` with HAS_ADDED. GATE_STEP: 1 for a gate per number, 0 for one per head."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

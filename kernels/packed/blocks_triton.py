@@ -134,11 +134,14 @@ def _packed_blocks(
 
     x_ptr: a tensor map of rows from `order_rows`; DIRECT: a pointer to rows in their own order.
     part_ptr: sums of the splits, which the last program of a tile adds.
-    N: outputs, in a gated product half of the weight's. SPAN: chunks of 64 inputs of a program.
-    CODE: kind of the codes. GROUP: inputs that share a scale.
+    N: outputs, in a gated product half of the weight's.
+    SPAN: chunks of 64 inputs of a program.
+    CODE: kind of the codes.
+    GROUP: inputs that share a scale.
     COUNT: chunks multiplied at once: 1 or 2.
     SUMS: multiply sums by scales; else round weights with their scale.
-    TYPE, SCALE_TYPE: dtypes of rows and of scales. STAGES: of the load pipeline.
+    TYPE, SCALE_TYPE: dtypes of rows and of scales.
+    STAGES: stages of the load pipeline.
     INTERPRETED: multiply in float32, for the interpreter.
     """
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1

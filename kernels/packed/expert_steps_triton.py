@@ -11,7 +11,7 @@ import triton.language as tl
 
 from aerie.kernels.packed.fragments_triton import add_scaled, decode, multiply, times_power
 
-RAISED = tl.constexpr("e2m1 / 2^126")  # codes of `aerie.kernels.packed.experts.raised`
+RAISED = tl.constexpr("e2m1 / 2^126")  # codes of `aerie.kernels.packed.experts.with_raised_scales`
 MOVED = tl.constexpr("e2m1 moved")  # the same after `aerie.kernels.packed.experts.moved`
 
 
@@ -171,7 +171,7 @@ def add_products(
 
 @triton.jit
 def restored(sums, CODE: tl.constexpr, SCALES: tl.constexpr, ROW_TILES: tl.constexpr):
-    """Return sums without the powers of two of `aerie.kernels.packed.experts.raised` and `times_power`."""
+    """Return sums without the powers of two of `aerie.kernels.packed.experts.with_raised_scales` and `times_power`."""
     if CODE == MOVED and ROW_TILES == 1 and not SCALES:
         return sums * 2.0**-48
     elif CODE == RAISED or CODE == MOVED:  # noqa: SIM109 - not in kernels

@@ -72,7 +72,7 @@ class PackedExpertTiles:
     @property
     def block_m(self) -> int:
         """Rows per block."""
-        return 8 * self.gate_up.row_tiles
+        return 8 * self.gate_up.row_tiles  # 8: N of mma.m16n8k16
 
 
 def packed_expert_tiles(rows: int, sizes: ExpertSizes, deterministic: bool = False) -> PackedExpertTiles:

@@ -27,7 +27,7 @@ class PackedExpertWeights:
     down: [experts, size, width]; its `row_scale`, if any, is one number per expert.
     gate_up_bias, down_bias: float32 [experts, 2 * width] and [experts, size], or None.
     held: the experts on this rank; None: all.
-    is_raised: whether scales are multiplied, see `raised`.
+    is_raised: whether scales are multiplied, see `with_raised_scales`.
     is_moved: whether codes have the bit order of `moved`.
     """
 
@@ -65,23 +65,26 @@ class PackedExpertWeights:
         return self.down.in_features
 
 
-def raised(weights: PackedExpertWeights) -> PackedExpertWeights:
-    """Return the weights with scales as kernels need them. Scales of e2m1 weights are multiplied by 2^110, which saves
-    a multiplication per weight (`decode_ptx`); kernels multiply sums by 2^16. Powers of two are exact.
+def with_raised_scales(weights: PackedExpertWeights) -> PackedExpertWeights:
+    """Return the weights as kernels need them. Only e2m1 (FP4) weights change.
+
+    `decode_ptx` puts the bits of a code where bfloat16 has exponent and mantissa, which gives its value times 2^-126,
+    and saves a multiplication per weight. Instead scales are multiplied by 2^110 here, and sums by 2^16 in the kernels.
+    Powers of two are exact; with 2^126, scales of 4 or more would overflow.
 
     Raises ValueError for scales that would overflow, which no published model has.
     """
     if weights.gate_up.code != "e2m1" or weights.is_raised:
         return weights
     matrices = []
-    for one in (weights.gate_up, weights.down):
-        scales = one.scales * 2.0**110
+    for weight in (weights.gate_up, weights.down):
+        scales = weight.scales * 2.0**110
         if not bool(torch.isfinite(scales).all()):
             raise ValueError("scales of 4-bit floats are 2^17 or more; use the checkpoint in bf16")
-        matrices.append(replace(one, scales=scales))
+        matrices.append(replace(weight, scales=scales))
     is_moved = weights.gate_up.group % 32 == 0
     if is_moved:
-        matrices = [replace(one, codes=moved(one.codes)) for one in matrices]
+        matrices = [replace(weight, codes=moved(weight.codes)) for weight in matrices]
     return replace(weights, gate_up=matrices[0], down=matrices[1], is_raised=True, is_moved=is_moved)
 
 
@@ -94,8 +97,8 @@ def moved(codes: Tensor) -> Tensor:
     placed = torch.zeros_like(codes)
     for words, out in zip(codes, placed, strict=True):  # one expert at a time bounds scratch memory
         for r, (first, sign) in enumerate(((6, 15), (3, 12), (0, 14), (9, 13))):
-            each = words >> (4 * r)
-            out |= ((each & 0x00070007) << first) | (((each >> 3) & 0x00010001) << sign)
+            shifted = words >> (4 * r)
+            out |= ((shifted & 0x00070007) << first) | (((shifted >> 3) & 0x00010001) << sign)
     return placed
 
 
@@ -144,7 +147,7 @@ def _check(
     Implementation(
         "cuda",
         "aerie.kernels.packed.cuda.gated_mlp_cuda:packed_expert_products",
-        lambda here: here.compiles_cuda,
+        lambda device: device.compiles_cuda,
         _served_one_row,
         "one row, MXFP4",
     ),

@@ -74,7 +74,13 @@ def down_of_used(
     down: PackedTiles,
     out: Tensor,
 ) -> Tensor:
-    """Write the weighted sum of down projections to `out`. hidden, share: from `gate_up`, in blocks of 8 rows."""
+    """Write the weighted sum of down projections to `out`.
+
+    hidden: [used experts * 8, width] inner activations times routing weights, from `gate_up`: 8 rows for each expert.
+    share: [used experts * 8] float32 routing weights of these rows; they weight the bias.
+    down: tiles of this product.
+    out: [rows, size], written; at most 8 rows.
+    """
     assert routed.used is not None and routed.num_used is not None and out.is_contiguous() and down.row_tiles == 1
     down_of_listed[(triton.cdiv(weights.size, TILE * down.warps_n), down.splits)](
         hidden,
@@ -161,8 +167,13 @@ def gate_up(
     hidden: Tensor,
     share: Tensor | None,
 ) -> None:
-    """Write the inner activations of blocks to `hidden`. experts: expert of each block. pairs: rows of blocks; None:
-    all rows in each block."""
+    """Write the inner activations of blocks to `hidden`.
+
+    x: [rows, size] in 16 bits, last stride 1.
+    experts: [blocks] int32 expert of each block.
+    pairs: int32 (row, slot) pairs of the blocks' rows; None: each block has all rows.
+    share: [blocks * 8] float32, written without `pairs`: routing weights of the rows.
+    """
     rows, slots = routed.chosen.shape
     size, activation = weights.size, weights.activation
     assert weights.is_raised or weights.gate_up.code != "e2m1"
@@ -212,6 +223,7 @@ def _code(weights: PackedExpertWeights, weight: PackedWeight) -> str:
 def _common(
     x: Tensor, weights: PackedExpertWeights, weight: PackedWeight, tiles: PackedTiles, k: int, splits: int
 ) -> dict[str, Any]:
+    """Return arguments of both kernels. k: inputs of the product. splits: programs that share a sum."""
     return {
         "WIDTH": weights.width,
         "SIZE": weights.size,

@@ -49,7 +49,8 @@ def decode(
 def multiply(a_low, a_high, inputs, part, TYPE: tl.constexpr, INTERPRETED: tl.constexpr):
     """Return `part` (None: zeros) plus the products of 32 inputs, float32.
 
-    a_low, a_high: operands from `decode`. inputs: 8 numbers of a row, from input 8 t on.
+    a_low, a_high: operands from `decode`.
+    inputs: 8 numbers of a row, from input 8 t on.
     """
     if INTERPRETED:
         return _multiply_interpreted(a_low, a_high, inputs, part, TYPE)

@@ -94,7 +94,7 @@ def _fits_host(weight: PackedWeight, options: GEMMOptions) -> bool:
     Implementation(
         "cuda",
         "aerie.kernels.packed.cuda.kernels_cuda:CudaPackedProduct.of",
-        lambda here: here.compiles_cuda,
+        lambda device: device.compiles_cuda,
         lambda weight, options: (
             options.workspace is not None
             and weight.code == "int4"
@@ -108,7 +108,7 @@ def _fits_host(weight: PackedWeight, options: GEMMOptions) -> bool:
     Implementation(
         "triton",
         "aerie.kernels.packed.product_triton:TritonPackedProduct.of",
-        lambda here: here.reaches((8, 0)),
+        lambda device: device.reaches((8, 0)),
         lambda weight, options: (
             options.workspace is not None and weight.scales.dtype.itemsize == 2 and weight.in_features % 8 == 0
         ),
@@ -148,7 +148,7 @@ def _check(
     Implementation(
         "cuda",
         "aerie.kernels.packed.cuda.gated_mlp_cuda:gated_mlp",
-        lambda here: here.compiles_cuda,
+        lambda device: device.compiles_cuda,
         _served,
         f"up to {MAX_ROWS} rows, bfloat16, int4 in groups of {GROUP}",
     ),
@@ -160,7 +160,8 @@ def gated_mlp(
     """Return (silu(x G^T) * (x U^T)) D^T: [rows, outputs of `down`] in x's dtype.
 
     x: [rows, size]; see `aerie.kernels.packed.product.packed_product`.
-    gate_up: the product with G above U. down: the product with D.
+    gate_up: the product with G above U.
+    down: the product with D.
     options: options of both layers.
     out: contiguous memory for the result; None allocates it.
 

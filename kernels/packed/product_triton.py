@@ -54,7 +54,9 @@ def _dequantize(
 ):
     """Dequantise 64 outputs by WARPS chunks of 64 inputs. first, end: outputs to dequantise; out_ptr begins at `first`.
 
-    CODE: kind of the codes. GROUP: inputs that share a scale. TYPE, SCALE_TYPE: dtypes of results and of scales.
+    CODE: kind of the codes.
+    GROUP: inputs that share a scale.
+    TYPE, SCALE_TYPE: dtypes of results and of scales.
     """
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
     CHUNKS: tl.constexpr = (K + 63) // 64
@@ -165,7 +167,9 @@ def order_rows(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TritonPackedProduct(PackedProduct):
-    """workspace: at least `packed_workspace_size` for the weight's shape.
+    """The product of a packed weight in Triton.
+
+    workspace: at least `packed_workspace_size` for the weight's shape.
     deterministic: whether a row's bits must depend on that row alone.
     """
 

@@ -150,10 +150,12 @@ def _packed_stream(
 
     part_ptr: sums of the splits, which the last program of a tile adds.
     N: outputs, in a gated product half of the weight's.
-    CODE: kind of the codes. GROUP: inputs that share a scale.
+    CODE: kind of the codes.
+    GROUP: inputs that share a scale.
     WARPS_N, WARPS_K: warps with different outputs, and warps that share a sum.
     IN_BLOCKS: there are more rows than a program has, so the grid has blocks of rows.
-    COUNT: chunks of 64 inputs that a warp loads at once. STEPS: loads of a warp, one after another.
+    COUNT: chunks of 64 inputs that a warp loads at once.
+    STEPS: loads of a warp, one after another.
     TYPE, SCALE_TYPE: dtypes of rows and of scales.
     INTERPRETED: multiply in float32, for the interpreter.
     """

@@ -62,6 +62,7 @@ def _floats(count):
 
 @triton.constexpr_function
 def _sums_asm(count, warps_n, warps_k, paired):
+    """Return PTX that adds `count` accumulators over warps through shared memory, `batch` accumulators at a time."""
     warps, outputs = warps_n * warps_k, _results(count, warps_n, warps_k, paired)
     step = 512 * warps  # bytes of an accumulator of all warps
     batch = count

@@ -102,7 +102,7 @@ class BlockPlan:
         outputs = TILE * (1 + self.paired)
         splits = _splits(cdiv(n, outputs), cdiv(k, 4 * TILE), self.programs)
         block_m, direct = max(16, next_power_of_2(rows)), rows <= self.max_direct_rows
-        return BlockTiles(block_m, self.paired, splits, 4, 2, True, direct)
+        return BlockTiles(block_m, self.paired, splits, stages=4, chunks=2, scaled_sums=True, direct=direct)
 
 
 # By rows, rounded up to a power of two, and kind of product, for int4 in groups of 128 on an H200; others use the rules

@@ -45,8 +45,10 @@ def _rope_store(
     cos_ptr, sin_ptr: [.., ROTATED / 2], selected by position_ptr [rows].
     slot_ptr: [rows], token indices in the pool.
     k_inverse_scale, v_inverse_scale: factors on what FP8 pools store.
-    GROUP: query heads per KV head. ROTATED: rotated numbers of a head, its first ones; the others of D stay.
+    GROUP: query heads per KV head.
+    ROTATED: rotated numbers of a head, its first ones; the others of D stay.
     STORES: false rotates queries only.
+    The other pointers and strides are those of the tensors of `aerie.kernels.rope.rope_store.rope_store`.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_ROWS, _HEADS = 16, 8  # of a program
+_ROWS, _HEADS = 16, 8  # rows and heads per program
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -24,6 +24,7 @@ def _rotate_heads(
     ROWS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
+    """Rotate HEADS heads of ROWS rows in place, in half-split order. HALF: numbers of a half."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     half = tl.arange(0, HALF_PADDED)[None, :]
     inside = (row < rows) & (half < HALF)

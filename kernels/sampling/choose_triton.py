@@ -48,8 +48,8 @@ def _choose(
 
     x_ptr: [rows, size], the shard of the vocabulary that begins at token id `first`.
     value_ptr, index_ptr: [rows, parts].
-    peak_ptr, limit_ptr: `Limits` of each row, with FILTERED.
-    slot_ptr .. seed_stride: `Draws.arguments`; a request has `width` rows.
+    peak_ptr, limit_ptr: `Limits` of each row, with FILTERED. slot_ptr ..
+    seed_stride: `Draws.arguments`; a request has `width` rows.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, hashed = draw_of_row(

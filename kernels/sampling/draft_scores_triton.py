@@ -51,8 +51,8 @@ def _count_bands(
     """Write the summary of one part of a filtered row: its largest scaled logit, and the number of its tokens in each
     band, that is with each integer part of the scaled logit.
 
-    slot_ptr: [requests]; a request has `width` rows.
-    temperature_ptr .. int_stride: `Filters.arguments`.
+    slot_ptr: [requests]; a request has `width` rows. temperature_ptr ..
+    int_stride: `Filters.arguments`.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_ptr + row // width)
@@ -162,9 +162,10 @@ def _perturb(
     they are copied. Tokens that its filters drop are DROPPED lower.
 
     id_ptr: target token ids of the columns, which the noise depends on.
-    summary_ptr: [rows, parts, SUMMARY] of `_count_bands`, with FILTERED.
-    top_p_ptr .. int_stride: `Filters.arguments` without the temperature.
-    slot_ptr .. seed_stride: `Draws.arguments`; a request has `width` rows.
+    summary_ptr: [rows, parts, SUMMARY] of `_count_bands`, with FILTERED. top_p_ptr ..
+    int_stride: `Filters.arguments` without the temperature. slot_ptr ..
+    seed_stride: `Draws.arguments`; a request has `width` rows.
+    The other pointers and strides are those of the tensors of `aerie.kernels.sampling.draft_scores.perturb`.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -103,7 +103,8 @@ def gap_limits(gap: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tens
     top-k keeps the smallest gaps with at least k tokens in total. top-p keeps the smallest gaps with at least top_p of
     the mass that top-k keeps. min-p keeps tokens with at least min_p times the best token's probability.
 
-    gap: [rows, n] int32. top_k, top_p, min_p: [rows] int64, float32, float32.
+    gap: [rows, n] int32.
+    top_k, top_p, min_p: [rows] int64, float32, float32.
     """
     ordered = gap.sort(-1).values
     last = torch.full_like(ordered[:, :1], MAX_GAP)

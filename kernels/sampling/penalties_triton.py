@@ -41,13 +41,15 @@ def _apply_penalties(
     """Write a block of a row's logits [size] in float32, with its request's penalties and logit bias, and without
     stop tokens before its minimum length.
 
-    slot_ptr: [requests]; a request has `width` rows. position_row, position_column: strides of position_ptr.
-    path_ptr: [rows, nodes], whether a node is on the row's path. path_token_ptr: [requests, nodes], the tokens of the
-        nodes, which count as output.
+    slot_ptr: [requests]; a request has `width` rows.
+    position_row, position_column: strides of position_ptr.
+    path_ptr: [rows, nodes], whether a node is on the row's path.
+    path_token_ptr: [requests, nodes], the tokens of the nodes, which count as output.
     count_ptr, prompt_ptr, bias_ptr: [slots, size].
     penalty_ptr: by slot, the presence and frequency penalties, and the repetition penalty - 1.
     min_len_ptr, stop_ptr: by slot, the position from which on its STOPS stop tokens are allowed.
     shapes_ptr: whether the slot has any of these; else logits are copied.
+    The other pointers and strides are those of the tensors of `aerie.kernels.sampling.penalties.apply_penalties`.
     """
     row = tl.program_id(0).to(tl.int64)
     request = row // width

@@ -93,7 +93,8 @@ def _commit_one(
     """Commit one request's token, if its slot may take one more; see `settle`.
 
     token_ptr: [requests], negative if logits were not finite; 0 is written in its place.
-    stop_ptr: [slots, STOPS]. output_count_ptr .. shapes_stride: see `count_output`.
+    stop_ptr: [slots, STOPS]. output_count_ptr ..
+    shapes_stride: see `count_output`.
     count_ptr, finish_ptr: [requests], written: committed tokens and finish reasons.
     """
     b = tl.program_id(0)

@@ -75,10 +75,13 @@ def _accept_commit(
     """Accept a path of one request's tree, and commit its tokens to the slot.
 
     certain, share: SYNTHETIC: accepted drafts of every round, and the probability of one more.
-    W: nodes of a tree, padded to W_PADDED. COLUMNS: nodes of the longest path.
-    STOPS: stop ids of a slot. STOP, LENGTH, NOT_FINITE: values of the finish reason.
+    W: nodes of a tree, padded to W_PADDED.
+    COLUMNS: nodes of the longest path.
+    STOPS: stop ids of a slot.
+    STOP, LENGTH, NOT_FINITE: values of the finish reason.
     DOUBLINGS: steps of pointer doubling that reach the deepest node.
     SPANS: masks are spans of the tree's numbering, for trees of more than MASK_BITS nodes; else bits.
+    The other pointers and strides are those of `accept_commit`'s tensors.
     """
     b = tl.program_id(0)
     slot = tl.load(slot_ptr + b)

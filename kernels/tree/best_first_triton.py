@@ -68,7 +68,9 @@ def _grow_best(
 
     pool_*_ptr: the pool before: num_pool entries. above_*_ptr: the `parents` nodes that have K children each.
     token_ptr to depth_ptr: the pool after. level_*_ptr: the num_rows nodes to expand next.
-    ROOT: the first level. SHARED: all nodes of a level have the same children. CUT: there are more entries than stay.
+    ROOT: the first level.
+    SHARED: all nodes of a level have the same children.
+    CUT: there are more entries than stay.
     TOTAL, ROWS: entries and num_rows, padded.
     """
     b = tl.program_id(0)

@@ -46,10 +46,11 @@ def _grow(
     """Append the PARENTS * K children of a request's level to its candidates, and write the K with the best paths as
     the next level.
 
-    score_ptr, id_ptr: [requests, PARENTS, K] log-probabilities and draft ids. map_ptr: target ids, with HAS_MAP.
-    above_*_ptr: scores, candidate numbers and masks of the level above; unused at the ROOT.
-    candidate_*_ptr: [requests, num_candidates], written from column `first` on.
-    token_ptr .. parent_ptr: [requests, K], fields of `Level`, written. first_bit: bit of its first node in masks.
+    score_ptr, id_ptr: [requests, PARENTS, K] log-probabilities and draft ids.
+    map_ptr: target ids, with HAS_MAP. above_*_ptr: scores, candidate numbers and masks of the level above; unused at
+        the ROOT. candidate_*_ptr: [requests, num_candidates], written from column `first` on. token_ptr ..
+    parent_ptr: [requests, K], fields of `Level`, written.
+    first_bit: bit of its first node in masks.
     """
     b = tl.program_id(0)
     child = tl.arange(0, CHILDREN)
@@ -158,7 +159,8 @@ def _cut(
 
     candidate_*_ptr: [requests, num_candidates], padded to CANDIDATES. depth_ptr: likewise, or one row for all.
     bonus_ptr: by slot, the root's token.
-    token_ptr, parent_ptr, tree_depth_ptr, mask_ptr: fields of `Tree`. NODES: W padded.
+    token_ptr, parent_ptr, tree_depth_ptr, mask_ptr: fields of `Tree`.
+    NODES: W padded.
     DOUBLINGS: steps of pointer doubling that reach from the deepest node to the root.
     SPANS: masks are spans of a numbering in preorder, with path lengths (`aerie.kernels.kv.tree_masks`).
     """
@@ -272,10 +274,12 @@ def _grow_block(
 ):
     """Write a request's num_nodes best paths as candidates, best first.
 
-    score_ptr, id_ptr: [requests, STEPS, K] log-probabilities, best first, and draft ids. map_ptr: target ids, or None.
-    clean_ptr: scratch of the same size: scores, minus infinity from the first NaN or infinity of a step on.
-    token_ptr .. depth_ptr: [requests, num_nodes], fields of `Candidates`. depth_ptr holds each node's sort key until
-        the end: its level, the ranks of its path, its parent + 1.
+    score_ptr, id_ptr: [requests, STEPS, K] log-probabilities, best first, and draft ids.
+    map_ptr: target ids, or None.
+    clean_ptr: scratch of the same size: scores, minus infinity from the first NaN or infinity of a step on. token_ptr
+        ..
+    depth_ptr: [requests, num_nodes], fields of `Candidates`. depth_ptr holds each node's sort key until the end: its
+        level, the ranks of its path, its parent + 1.
     PLACES: num_nodes + 1 padded.
     """
     b = tl.program_id(0)

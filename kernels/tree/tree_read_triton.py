@@ -39,11 +39,13 @@ def _read_trees(
     """Read one request's tree from the tables [slots, W_TABLE], cut to W nodes, and write the rows of its round.
 
     tree_ptr: four fields, field_size apart: tokens, parents, depths and masks [requests, W].
-    id_ptr, position_ptr: [requests * W], as the target reads them. length_ptr: [requests].
+    id_ptr, position_ptr: [requests * W], as the target reads them.
+    length_ptr: [requests].
     word_ptr: the masks again as WORDS words each, in the backend's own buffer.
     MAX_DEPTH: deeper nodes are EMPTY.
     AS_CHAIN: nodes are EMPTY from the first one on whose parent is not the node before it.
-    SPANS: the table's masks are spans (`aerie.kernels.kv.tree_masks`). BITS: write them as bits.
+    SPANS: the table's masks are spans (`aerie.kernels.kv.tree_masks`).
+    BITS: write them as bits.
     ALONE: first number of the spans of EMPTY nodes, which only see themselves.
     """
     b = tl.program_id(0)

@@ -29,6 +29,8 @@ def _partial(
     BLOCK: tl.constexpr,
     SORTED: tl.constexpr,
 ):
+    """Find the K best of a row's BLOCK columns, and their maximum and sum of exponentials. SORTED: by `tl.topk`; else
+    one after another."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * row_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
@@ -71,6 +73,7 @@ def _combine(
     COLUMNS: tl.constexpr,
     SORTED: tl.constexpr,
 ):
+    """Choose a row's k best of all parts, and subtract the log-sum-exp."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     tops = tl.load(top_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
@@ -139,6 +142,7 @@ def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @triton.jit
 def _partial_largest(x_ptr, value_ptr, index_ptr, size, row_stride, BLOCK: tl.constexpr):
+    """Find the largest of a row's BLOCK columns."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * row_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
@@ -154,6 +158,7 @@ def _partial_largest(x_ptr, value_ptr, index_ptr, size, row_stride, BLOCK: tl.co
 
 @triton.jit
 def _combine_largest(value_ptr, index_ptr, best_ptr, out_ptr, parts, size, BROKEN: tl.constexpr, PARTS: tl.constexpr):
+    """Choose a row's largest of all parts. BROKEN: see `combine`."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     value = tl.load(value_ptr + row * parts + part, mask=part < parts, other=float("-inf"))

@@ -38,7 +38,8 @@ class DraftRunner(ModelRunner[DraftModel]):
 
     window: maximum tokens that a row sees; None: all. A windowed draft works as at the start of a text, because RoPE
         depends only on differences of positions.
-    row_index: of layers that adapters change; None without adapters. `begin` says whether passes have any.
+    row_index: tells layers with adapters their rows' requests; None without adapters. `begin` says whether a pass has
+        rows with one.
     """
 
     window: int | None = None

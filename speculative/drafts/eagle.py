@@ -25,7 +25,10 @@ from aerie.workers.models.name_map import NameMap
 
 @dataclass(frozen=True)
 class Eagle(DraftMethod):
-    """projection_bias: whether the projection has a bias, as in published heads."""
+    """An EAGLE or EAGLE-2 head.
+
+    projection_bias: whether the projection has a bias, as in published heads.
+    """
 
     name: ClassVar[str] = "eagle"
     takes_adapters: ClassVar[bool] = True

@@ -60,7 +60,7 @@ class Eagle3(DraftMethod):
     @classmethod
     def read(cls, path: str, raw: Mapping[str, Any], target: ModelConfig) -> Self:
         layers = layers_config(path, raw)
-        layers["num_hidden_layers"] = size_of(layers, "num_hidden_layers", f"draft {path}", 1, most=MAX_LAYERS)
+        layers["num_hidden_layers"] = size_of(layers, "num_hidden_layers", f"draft {path}", 1, max_value=MAX_LAYERS)
         # SafeAILab's Vicuna head states its target's num_hidden_layers, but has one layer
         if layers["num_hidden_layers"] > 1 and count_layers(tensor_names(path)) == 1:
             layers["num_hidden_layers"] = 1

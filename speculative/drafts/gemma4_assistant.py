@@ -129,7 +129,9 @@ class Gemma4Assistant(DraftMethod):
 def _read_layers(raw: Mapping[str, Any], source: str) -> Gemma4Config:
     """Read the configuration of the layers, as if they had KV. Raises ValueError for settings that no assistant has."""
     text = section_of(raw, "text_config", source)
-    shared, count = (size_of(text, key, source, 0, least=0) for key in ("num_kv_shared_layers", "num_hidden_layers"))
+    shared, count = (
+        size_of(text, key, source, 0, min_value=0) for key in ("num_kv_shared_layers", "num_hidden_layers")
+    )
     if shared not in (0, count):
         raise ValueError(
             f"{source}: num_kv_shared_layers={shared}: all {count} layers of an assistant attend to the target's KV; "

@@ -39,7 +39,8 @@ def read_draft(
 ) -> DraftMethod:
     """Read the draft of method `name`, and check it against its target.
 
-    target_path: folder of the target's checkpoint. rope_scaling: see `ModelSource`; for a module of the target's own.
+    target_path: folder of the target's checkpoint.
+    rope_scaling: see `ModelSource`; for a module of the target's own.
     Raises ValueError that lists the methods for an unknown name, or names draft, target and remedy if the checkpoint is
     of another method or does not fit.
     """

@@ -20,7 +20,7 @@ from aerie.speculative.training.samples import Sample
 from aerie.workers.lora.adapter_config import CONFIG_FILE, MODULE_PREFIX, WEIGHTS_FILE, read_adapter_config
 from aerie.workers.lora.adapter_file import adapter_modules
 
-ALPHA = 2  # of a head's adapter: the factor of B A x
+ALPHA = 2  # `lora_alpha` / rank of a head's adapter: the factor of B A x
 
 
 def merge_adapter(target: PreTrainedModel, folder: Path) -> None:

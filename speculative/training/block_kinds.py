@@ -44,7 +44,8 @@ from aerie.speculative.training.samples import Sample
 
 _MODEL_TYPES = (*MODEL_TYPES, "qwen3_5_text")  # model_type of supported targets
 _MAX_STATE = 1024  # size of a path's state, as in published heads
-_CODE_STD = 0.1  # of the codes of the previous token; those of the next token start at zero, and so do all biases
+# initial standard deviation of the previous token's codes; the next token's codes and all biases start at 0
+_CODE_STD = 0.1
 
 
 class MarkovHead(nn.Module):

@@ -31,7 +31,8 @@ _BLOCKS_AT_ONCE = 64  # bounds the memory of scores when blocks start at all pos
 class BlockContext:
     """The text before the blocks, which their rows attend to.
 
-    features: [B, T, H] of the text. angles: rotary angles of its positions.
+    features: [B, T, H] of the text.
+    angles: rotary angles of its positions.
     visible: [B, M, T] bool, the positions before each block.
     within: [B or 1, M or 1, R or 1, R] bool, the rows of each block that each of its rows sees; None for all.
     """
@@ -58,7 +59,8 @@ def block_attention(
     `AttentionInterface`.
 
     module: Qwen3's attention, which projects the context to keys and values.
-    query: [B, heads, M * R, head_dim]. key, value: [B, kv_heads, M * R, head_dim].
+    query: [B, heads, M * R, head_dim].
+    key, value: [B, kv_heads, M * R, head_dim].
     Returns [B, M * R, heads, head_dim].
     """
     query, key = (part.to(value.dtype) for part in (query, key))  # rotated in float32

@@ -1,4 +1,5 @@
-"""What a draft is to its training: the interface, and the folders that it is saved in, with their checkpoints."""
+"""`TrainedDraft`, the interface by which a draft is trained; and the folders that drafts and checkpoints of a training
+are saved in."""
 
 from __future__ import annotations
 

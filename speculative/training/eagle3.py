@@ -113,8 +113,9 @@ def draft_config(
 ) -> dict[str, Any]:
     """Return the config.json of a head that captures the default layers of the target.
 
-    vocab_size: the head's own vocabulary. intermediate_size: width of its MLP, the target's if None. flags: the
-    `HeadFlags` that are true.
+    vocab_size: the head's own vocabulary.
+    intermediate_size: width of its MLP, the target's if None.
+    flags: the `HeadFlags` that are true.
     Raises `TrainingError` for a target of an architecture or depth that is not supported.
     """
     shared, config = head_config(target, MODEL_TYPES), target.config

@@ -196,10 +196,10 @@ class _GroupedDecoder:
         x = base.embed_tokens(tokens)
         angles = base.rotary_emb(x, (own - padding).clamp(min=0))
         # padding rows see themselves: a softmax over nothing is NaN
-        hidden = (positions > own.unsqueeze(1)) | ((positions < padding.unsqueeze(2)) & (positions != own.unsqueeze(1)))
+        masked = (positions > own.unsqueeze(1)) | ((positions < padding.unsqueeze(2)) & (positions != own.unsqueeze(1)))
         for index, layer in enumerate(base.layers):
             keys, values = self.keys[index, rows], self.values[index, rows]
-            x = x + self._attend(layer.self_attn, layer.input_layernorm(x), angles, hidden, keys, values)
+            x = x + self._attend(layer.self_attn, layer.input_layernorm(x), angles, masked, keys, values)
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         logits: Tensor = self.model.get_output_embeddings()(base.norm(x[:, -1]))
         return logits
@@ -209,11 +209,16 @@ class _GroupedDecoder:
         module: Any,
         x: Tensor,
         angles: tuple[Tensor, Tensor],
-        hidden: Tensor,
+        masked: Tensor,
         keys: Tensor,
         values: Tensor,
     ) -> Tensor:
-        """Return the attention of x [B, n, H]. Writes its keys and values to [B, kv_heads, capacity, head_dim]."""
+        """Return the attention of x [B, n, H]. Writes its keys and values.
+
+        angles: cos and sin [B, n, head_dim].
+        masked: [B, n, length] bool, True where a row must not attend; the new rows are the last n columns.
+        keys, values: [B, kv_heads, capacity, head_dim], written.
+        """
         batch, count, _ = x.shape
         query, key, value = (
             project(x).view(batch, count, -1, self.head_dim)
@@ -222,11 +227,11 @@ class _GroupedDecoder:
         if hasattr(module, "q_norm"):  # Qwen3
             query, key = module.q_norm(query), module.k_norm(key)
         query, key = apply_rotary_pos_emb(query.transpose(1, 2), key.transpose(1, 2), *angles)
-        end = hidden.shape[-1]
+        end = masked.shape[-1]
         keys[:, :, end - count : end], values[:, :, end - count : end] = key, value.transpose(1, 2)
         grouped = query.reshape(batch, self.num_kv_heads, -1, self.head_dim) * self.head_dim**-0.5
         scores = (grouped @ keys[:, :, :end].transpose(-1, -2)).view(batch, self.num_heads, count, end)
-        weights = torch.softmax(scores.masked_fill(hidden.unsqueeze(1), float("-inf")), dim=-1, dtype=torch.float32)
+        weights = torch.softmax(scores.masked_fill(masked.unsqueeze(1), float("-inf")), dim=-1, dtype=torch.float32)
         attended = weights.to(x.dtype).view(*grouped.shape[:3], end) @ values[:, :, :end]
         mixed = attended.view(batch, self.num_heads, count, self.head_dim).transpose(1, 2).flatten(2)
         out: Tensor = module.o_proj(mixed)

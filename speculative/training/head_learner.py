@@ -26,11 +26,11 @@ from aerie.speculative.training.eagle3 import Eagle3Head, load_draft, save_draft
 from aerie.speculative.training.losses import measure_acceptance
 from aerie.speculative.training.samples import Batch, Sample, collate, plan_steps
 
-_AVERAGE = 0.98  # of the moving average, per step
+_AVERAGE = 0.98  # weight of the old value in the moving average, per step
 _MAX_KNOWN_TEXTS = 1024  # texts whose rounds with the served weights are kept
 _WARMUP_STEPS = 10  # without them, AdamW's first steps move every weight by the whole rate
 _MAX_CHAIN_STEPS, _CHAIN_DECAY = 5, 0.8  # EAGLE-3's training-time test, arXiv 2503.01840
-_GAMMA, _MAX_ANCHORS = 4.0, 256  # of block heads, as `aerie train-draft` has them, with fewer blocks a step
+_GAMMA, _MAX_ANCHORS = 4.0, 256  # for block heads: as in `aerie train-draft`, but fewer blocks per step
 Pair = tuple[Sequence[int], Sequence[int]]  # a prompt and its answer
 
 

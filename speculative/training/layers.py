@@ -72,7 +72,9 @@ def branch_attention(
     """Return the attention of row n to rows 0..n of the first step and to row n of every later step, up to this one, as
     transformers' `AttentionInterface`. A later step's scores take B * heads * T * T elements, once also in float32.
 
-    query: [B, heads, T, key dim]. key: [B, kv_heads, T, key dim]. value: [B, kv_heads, T, value dim].
+    query: [B, heads, T, key dim].
+    key: [B, kv_heads, T, key dim].
+    value: [B, kv_heads, T, value dim].
     branches: keys and values of earlier steps; this step's are appended.
     Returns [B, T, heads, value dim].
     """
@@ -100,7 +102,10 @@ def branch_attention(
 def dense_experts(experts: Any, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
     """Run all experts as one wide gated MLP, in which experts that were not chosen have weight 0.
 
-    experts: transformers' module. x: [N, H]. chosen: [N, k] int64. weight: [N, k].
+    experts: transformers' module.
+    x: [N, H].
+    chosen: [N, k] int64.
+    weight: [N, k].
     Returns [N, H].
     """
     count = len(experts.down_proj)
@@ -153,8 +158,8 @@ class ChainDraft(TrainedDraft):
     def step(self, embeddings: Tensor, hidden: Tensor, angles: tuple[Tensor, Tensor], branches: Branches) -> Tensor:
         """Return the recurrent state [B, T, H] after one step.
 
-        embeddings, hidden: [B, T, H] embedding of the token that each row reads, and the previous state. angles: rotary
-            angles of the rows.
+        embeddings, hidden: [B, T, H] embedding of the token that each row reads, and the previous state.
+        angles: rotary angles of the rows.
         """
 
     def unroll(self, embeddings: Tensor, captured: Tensor, num_steps: int) -> list[Tensor]:

@@ -26,7 +26,8 @@ class TargetView:
 
     embeddings: [B, T, H] and captured: [B, T, F], in the target's dtype.
     probabilities: [A, draft_vocab] float32, the target's distribution at position n+1 of each anchor n, over the draft
-        vocabulary. in_vocabulary: [A] bool, whether it has the most likely token.
+        vocabulary.
+    in_vocabulary: [A] bool, whether it has the most likely token.
     """
 
     embeddings: Tensor
@@ -191,7 +192,8 @@ def block_loss(
 def row_losses(logits: Tensor, probabilities: Tensor, objective: Objective) -> tuple[Tensor, Tensor]:
     """Return each row's loss and its total variation distance, [..] float32.
 
-    logits: [.., vocabulary]. probabilities: [.., vocabulary] float32, the target's.
+    logits: [.., vocabulary].
+    probabilities: [.., vocabulary] float32, the target's.
     """
     scores = torch.log_softmax(logits.float(), dim=-1)
     losses = -(probabilities * scores).sum(-1)

@@ -38,7 +38,8 @@ class Sample:
 class Batch:
     """Samples side by side, padded on the right.
 
-    tokens: [B, T] int64. num_prompt, lengths: [B] int64.
+    tokens: [B, T] int64.
+    num_prompt, lengths: [B] int64.
     anchors: [A] int64, ascending flat positions b * T + n at which a chain can start: token n+1 is in the answer and
         token n+2 exists.
     remaining: [A] int64, tokens of the text after token n+1; step s of a chain has a target if `remaining > s`.

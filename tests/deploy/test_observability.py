@@ -30,7 +30,7 @@ _GROUPED = re.compile(r"\bby \(([a-z_, ]+)\)")
 def exported() -> dict[str, set[str]]:
     """Labels by the name of each series that an engine with a draft and an ingress export."""
     counts = RequestCounts()
-    counts.ended("/v1/completions", 429, "server_overloaded")
+    counts.count("/v1/completions", 429, "server_overloaded")
     stats = SchedulerStats(accepted_histogram=[3, 2, 1])
     stats.count_finished("stop")
     stats.count_rounds("tree", 3, "measured")

@@ -47,8 +47,9 @@ class SharedMemory:
     overwritten. A rank's word is the number of its last piece. Writes before a word are visible before the word: x86
     guarantees this, and `connect_shared_memory` checks for it.
 
-    memory: `region_bytes` zero bytes. pids: process ids of all ranks. wait_limit_s: maximum wait for another rank's
-        data.
+    memory: `region_bytes` zero bytes.
+    pids: process ids of all ranks.
+    wait_limit_s: maximum wait for another rank's data.
     """
 
     def __init__(self, rank: int, memory: mmap.mmap, pids: list[int], wait_limit_s: float) -> None:

@@ -85,10 +85,10 @@ class ExpertsShape:
         """Routed experts on this rank."""
         return self.held.size
 
-    def stacked(self, one: LinearShape, dtype: torch.dtype) -> Tensor:
+    def stacked(self, matrix: LinearShape, dtype: torch.dtype) -> Tensor:
         """Allocate [num_experts, rows, columns] with spare memory after it for the shared experts
         (`aerie.workers.layers.experts_method.with_shared`)."""
-        return torch.empty(self.num_experts + self.num_shared, one.out_features, one.in_features, dtype=dtype)[
+        return torch.empty(self.num_experts + self.num_shared, matrix.out_features, matrix.in_features, dtype=dtype)[
             : self.num_experts
         ]
 
@@ -113,7 +113,7 @@ class ExpertsShape:
 class ExpertsMethod(WeightMethod):
     """The weights of a layer's experts. `finish` is called once.
 
-    dtype: of inputs and results.
+    dtype: dtype of inputs and results.
     """
 
     def __init__(self, shape: ExpertsShape) -> None:
@@ -234,11 +234,11 @@ class UnquantizedExperts(DenseExperts):
     def __init__(self, shape: ExpertsShape) -> None:
         super().__init__(shape)
 
-        def stacked(one: LinearShape) -> nn.Parameter:
-            return nn.Parameter(shape.stacked(one, self.dtype), requires_grad=False)
+        def stacked(matrix: LinearShape) -> nn.Parameter:
+            return nn.Parameter(shape.stacked(matrix, self.dtype), requires_grad=False)
 
-        def bias(one: LinearShape) -> nn.Parameter | None:
-            empty = torch.empty(shape.num_experts, one.out_features)
+        def bias(matrix: LinearShape) -> nn.Parameter | None:
+            empty = torch.empty(shape.num_experts, matrix.out_features)
             return nn.Parameter(empty, requires_grad=False) if shape.biased else None
 
         self.gate_up, self.down = stacked(shape.gate_up), stacked(shape.down)

@@ -58,7 +58,7 @@ class ForwardContext:
     live_mapping: [rows] int64, like `slot_mapping`, but only padding rows are on page 0. None if this holds for
         `slot_mapping`; `PrefillBatch.store_from` and window pages put other rows there.
     windowed: the context with the page table of window pages; None without windowed layers.
-    inputs: of chunk rows, besides their ids; None for most passes.
+    inputs: inputs of chunk rows besides their ids; None for most passes.
     batches: the batches of all rows, from which `row_slots` is computed.
     adapted: whether any row has an adapter, so that each layer's matrices are multiplied alone.
     """
@@ -226,7 +226,7 @@ class RowIndex:
         self.context: ForwardContext | None = None
 
     def enter(self, context: ForwardContext, adapted: bool) -> None:
-        """Begin a pass. adapted: whether any of its rows has an adapter."""
+        """Begin a pass. adapted: whether any of its rows has an adapter; for subclasses that use adapters."""
         self.context = context
 
     def of(self, num_rows: int) -> Tensor:
@@ -234,6 +234,7 @@ class RowIndex:
         attend."""
         assert self.context is not None, "runners enter the context of each pass"
         slots = self.context.row_slots
+        # fewer rows: a draft's last layer, which has a context of its own if the draft has several layers
         return slots if slots.shape[0] == num_rows else (self.context.last or self.context).attending_rows(slots)
 
 
@@ -258,6 +259,7 @@ def make_context(
     decode = None if decode is None else through_windows(decode, pool)
     chunks = None if chunks is None else through_windows(chunks, pool)
     windowed = _context(pool, backends, decode, decode_positions, chunks, None)
+    # window pages that were freed map to page 0 as padding does, so only the full layers' mapping shows padding
     return replace(context, windowed=replace(windowed, live_mapping=context.slot_mapping))
 
 

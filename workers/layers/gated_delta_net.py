@@ -31,11 +31,13 @@ def heads_of_rank(heads: DeltaHeads, tensor_parallel: int) -> DeltaHeads:
 
 def recurrent_weights(model: nn.Module) -> dict[int, DeltaWeights]:
     """Return the recurrences' weights by layer index in the state pool."""
-    return {each.layer: each.core.weights for each in model.modules() if isinstance(each, GatedDeltaNet)}
+    return {module.layer: module.core.weights for module in model.modules() if isinstance(module, GatedDeltaNet)}
 
 
 class GatedDeltaNet(AttentionLayer):
-    """layer: index in the state pool.
+    """A recurrent layer by the gated delta rule.
+
+    layer: index in the state pool.
     heads: heads of the model; the attribute is this rank's.
     eps: epsilon of the output norm.
     merged: whether one GEMM computes all input projections; False if the checkpoint quantises only some of them.

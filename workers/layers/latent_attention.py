@@ -111,8 +111,7 @@ class LatentAttention(AttentionLayer):
 
     def keep(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> None:
         kv, slots = context.pool.layer(self.layer), context.slot_mapping
-        fixed = self.kv_b_proj.deterministic
-        normed_latents(self.qkv_a(x), None, self.kv_a_layernorm.weight, LATENT_EPS, angles, kv, slots, fixed=fixed)
+        normed_latents(self.qkv_a(x), None, self.kv_a_layernorm.weight, LATENT_EPS, angles, kv, slots)
 
     def _partial(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
         """Attend in absorbed form, except for prompt chunks with `context.expanded`. Return this rank's part of the
@@ -144,7 +143,8 @@ class LatentAttention(AttentionLayer):
     def _store_latents(self, both: Tensor, angles: Angles, context: ForwardContext, is_fence: bool) -> Tensor:
         """Write the rows' latents to the KV pool. Return the queries before RoPE, [rows, heads, key_dim + rotated_dim].
 
-        both: see `_partial`. is_fence: see `Prepared.plan`.
+        both: see `_partial`.
+        is_fence: see `Prepared.plan`.
         """
         latent_q = normed_latents(
             both,
@@ -156,7 +156,6 @@ class LatentAttention(AttentionLayer):
             context.slot_mapping,
             wanted=None if self.q_b_proj is None else self.q_b_proj.method.fp8_inputs,
             fence=is_fence,
-            fixed=self.kv_b_proj.deterministic,
         )
         q = latent_q if self.q_b_proj is None else self.q_b_proj(latent_q)
         assert isinstance(q, Tensor)

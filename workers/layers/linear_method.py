@@ -31,7 +31,7 @@ from aerie.workers.layers.weighted import WeightMethod, check_plain, check_shape
 class Part:
     """This rank's share of one matrix of the checkpoint.
 
-    name: for example "q_proj"; "" for the layer's only matrix.
+    name: the checkpoint's name, for example "q_proj"; "" for the layer's only matrix.
     offset: its first row in the layer's weight.
     """
 
@@ -201,8 +201,8 @@ class DenseLinearMethod(LinearMethod):
             assert x.shape == (rows, inputs) and x.stride(1) == 1, "[rows, in_features]"
             assert x.dtype == self.dtype
             if inputs and inputs % INPUT_STEP == 0:
-                places = x.data_ptr() | x.stride(0) * x.itemsize
-                assert places % ALIGNED_BYTES == 0, "rows are aligned for loads of 16 bytes"
+                addresses = x.data_ptr() | x.stride(0) * x.itemsize
+                assert addresses % ALIGNED_BYTES == 0, "rows are aligned for loads of 16 bytes"
         else:
             assert self.fp8_inputs is not None, "the layer takes no FP8 rows"
             self.fp8_inputs.check(x, inputs)

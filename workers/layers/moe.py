@@ -127,7 +127,9 @@ class GatedMLP(FeedForward):
 
 
 class MixtureOfExperts(FeedForward, Unweighted):
-    """width: intermediate size of an expert.
+    """A router, the experts that it chooses, and shared experts, which compute every row.
+
+    width: intermediate size of an expert.
     shared_width: intermediate size of all shared experts together; 0 without. They are one MLP, sharded along its
         width. `finish` joins it to the routed experts if possible. Its weight is 1, or the sigmoid of the router's last
         logit (`Routing.shared_gate`).
@@ -180,6 +182,7 @@ class MixtureOfExperts(FeedForward, Unweighted):
         assert plain is not None, "the router needs rows in the model's dtype"
         router: RouterLogits = self.router(plain, live)
         if self.shared_experts is None:
+            # The kernel writes to the all-reduce's buffer, which saves a copy. Below, the sum is a new tensor anyway.
             out = self.group.all_reduce_buffer(plain.shape[0], plain.shape[1], plain.dtype)
             return self.experts.method.multiply(x, router, out)
         shared, routed = self.shared_experts.partial(x), self.experts.method.multiply(x, router)

@@ -53,7 +53,7 @@ T = TypeVar("T", int, float)
 class AdapterConfig:
     """Ranks and scales of an adapter's matrices.
 
-    rank, alpha: of modules that no pattern names.
+    rank, alpha: rank and alpha of modules that no pattern names.
     rank_pattern, alpha_pattern: by regular expressions of the ends of module names; the first that matches counts.
     uses_rslora: divide alpha by the square root of the rank (arXiv 2312.03732).
     """

@@ -35,9 +35,10 @@ class Matrices:
 
 @dataclass(frozen=True)
 class LayerMatrices:
-    """One layer's matrices on this rank, as a place of `LoraTables` has them, in host memory.
+    """One layer's matrices on this rank, as `LoraTables` has them at one index, in host memory.
 
-    down: [num_parts * max_rank, in_features]. up: [out_features, max_rank], with the scale.
+    down: [num_parts * max_rank, in_features].
+    up: [out_features, max_rank], with the scale.
     """
 
     down: Tensor
@@ -54,7 +55,7 @@ class AdapterNames:
     def __init__(self, layers: Mapping[str, LinearBase], names: NameMap) -> None:
         self.layers = layers
         self._names = names
-        self._places = {
+        self._parts_by_name = {
             names.module_name(path.removeprefix(DRAFT_PREFIX), part.name): (path, part)
             for path, layer in layers.items()
             for part in layer.shape.parts
@@ -63,23 +64,23 @@ class AdapterNames:
     @classmethod
     def of_draft(cls, model: nn.Module, names: NameMap) -> "AdapterNames":
         """Return a draft's layers."""
-        return cls({f"{DRAFT_PREFIX}{path}": each for path, each in adaptable_layers(model).items()}, names)
+        return cls({f"{DRAFT_PREFIX}{path}": layer for path, layer in adaptable_layers(model).items()}, names)
 
     @property
     def served(self) -> str:
         """The last components of the names of modules that adapters may change, for errors."""
-        return ", ".join(sorted({name.rpartition(".")[2] for name in self._places}))
+        return ", ".join(sorted({name.rpartition(".")[2] for name in self._parts_by_name}))
 
     def parts(self, module: str, up: Tensor) -> list[tuple[str, Part, Tensor]]:
         """Return for each part of a module its layer's path, the part, and its rows of the module's B; several if the
         checkpoint stacks matrices. Raises WrongTensorError."""
         name = self._names.canonical_module(module)
-        if name in self._places:
-            return [(*self._places[name], up)]
+        if name in self._parts_by_name:
+            return [(*self._parts_by_name[name], up)]
         pieces = [(piece.removesuffix(".weight"), rows) for piece, rows in self._names.pieces(f"{module}.weight", up)]
-        if not all(piece in self._places for piece, _ in pieces):
+        if not all(piece in self._parts_by_name for piece, _ in pieces):
             raise WrongTensorError(_UNSERVED)
-        return [(*self._places[piece], rows) for piece, rows in pieces]
+        return [(*self._parts_by_name[piece], rows) for piece, rows in pieces]
 
 
 def read_layers(
@@ -87,21 +88,21 @@ def read_layers(
 ) -> dict[str, LayerMatrices]:
     """Read an adapter's folder, and return this rank's matrices by path of layer.
 
-    tables: of all layers that adapters may change, by path; only their shapes and dtype are read.
+    tables: tables of all layers that adapters may change, by path; only their shapes and dtype are read.
     max_rank: `LoraConfig.max_lora_rank`.
     Raises ValueError, naming tensors and remedy, if the adapter is damaged or does not fit.
     """
     config, faults = read_adapter_config(folder), list[str]()
     if config.max_rank > max_rank:
         raise ValueError(f"adapter {folder}: has rank {config.max_rank}, above max_lora_rank={max_rank}; raise that")
-    found: dict[str, LayerMatrices] = {}
+    layers: dict[str, LayerMatrices] = {}
     for module, matrices in adapter_modules(Path(folder), config, faults):
         try:
             _check(matrices, config.rank_of(module))
             for path, part, rows in names.parts(module, matrices.up):
-                if path not in found:
-                    found[path] = _empty(tables[path])
-                _write(found[path], tables[path], names.layers[path], part, matrices, rows)
+                if path not in layers:
+                    layers[path] = _empty(tables[path])
+                _write(layers[path], tables[path], names.layers[path], part, matrices, rows)
         except WrongTensorError as error:
             faults.append(f"{module} {error}")
     if faults:
@@ -109,9 +110,9 @@ def read_layers(
         is_unserved = any(fault.endswith(_UNSERVED) for fault in faults)
         remedy = f"; they may change {names.served}; for others, {MERGE}" if is_unserved else ""
         raise ValueError(f"adapter {folder}: does not fit; {'; '.join(faults[:_NAMED_IN_ERRORS])}{more}{remedy}")
-    if not found:
+    if not layers:
         raise ValueError(f"adapter {folder}: {WEIGHTS_FILE} has no matrices")
-    return found
+    return layers
 
 
 def adapter_modules(folder: Path, config: AdapterConfig, faults: list[str]) -> Iterator[tuple[str, Matrices]]:
@@ -160,7 +161,7 @@ def _check(matrices: Matrices, rank: int) -> None:
 
 
 def _empty(tables: LoraTables) -> LayerMatrices:
-    return LayerMatrices(*(torch.zeros(each.shape[1:], dtype=each.dtype) for each in (tables.down, tables.up)))
+    return LayerMatrices(*(torch.zeros(table.shape[1:], dtype=table.dtype) for table in (tables.down, tables.up)))
 
 
 def _write(

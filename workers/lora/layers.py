@@ -28,7 +28,7 @@ MAX_PRODUCTS = 2048  # of a pass that add their adapters in one launch; 100 laye
 class AdapterRows(RowIndex):
     """The adapter of each row of a pass.
 
-    of_slot: [slots + 1] int64 the place of each slot's adapter; -1: none.
+    of_slot: [slots + 1] int64 index in the tables of each slot's adapter; -1: none.
     is_active: whether the pass has adapters.
     """
 
@@ -36,23 +36,23 @@ class AdapterRows(RowIndex):
         super().__init__()
         self.is_active = False
         self._of_slot = of_slot
-        self._places: dict[int, Tensor] = {}  # of this pass, by the number of rows; all layers share them
+        self._indices: dict[int, Tensor] = {}  # of this pass, by the number of rows; all layers share them
         self._counters = torch.zeros(MAX_PRODUCTS, ALIGNED_BYTES // 4, dtype=torch.int32, device=of_slot.device)
         self._num_used = 0  # counters of this pass
 
     def enter(self, context: ForwardContext, adapted: bool) -> None:
         super().enter(context, adapted)
         self.is_active = adapted
-        self._places = {}
+        self._indices = {}
         if not adapted:
             return
         attending = (context.last or context).attending_rows(context.row_slots)
         for num_rows in {context.row_slots.shape[0], attending.shape[0]}:
-            self._places[num_rows] = self._of_slot[self.of(num_rows).long()].int()
+            self._indices[num_rows] = self._of_slot[self.of(num_rows).long()].int()
         self._reset_counters()
 
     def _reset_counters(self) -> None:
-        """The last launch before a pass: the fence after its places are written, which products read before their wait
+        """The last launch before a pass: the fence after its indices are written, which products read before their wait
         (`aerie.kernels.pdl`)."""
         self._counters.zero_()
         self._num_used = 0
@@ -60,7 +60,7 @@ class AdapterRows(RowIndex):
     @contextlib.contextmanager
     def without_adapters(self, num_rows: int) -> Iterator[None]:
         """Within the context, products have `num_rows` rows without an adapter, and run as in a pass with adapters."""
-        self._places = {num_rows: torch.full((num_rows,), -1, dtype=torch.int32, device=self._of_slot.device)}
+        self._indices = {num_rows: torch.full((num_rows,), -1, dtype=torch.int32, device=self._of_slot.device)}
         self._reset_counters()
         self.is_active = True
         try:
@@ -73,28 +73,28 @@ class AdapterRows(RowIndex):
         if self._num_used == MAX_PRODUCTS:
             return None
         self._num_used += 1
-        return RowAdapters(tables, self.places(num_rows), self._counters[self._num_used - 1])
+        return RowAdapters(tables, self.lora_indices(num_rows), self._counters[self._num_used - 1])
 
-    def places(self, num_rows: int) -> Tensor:
-        """Return [num_rows] int32: the places of the rows' adapters. num_rows: all rows of the pass, or those that
-        attend in its last layer."""
-        return self._places[num_rows]
+    def lora_indices(self, num_rows: int) -> Tensor:
+        """Return [num_rows] int32: the index in the tables of each row's adapter; -1: none. num_rows: all rows of the
+        pass, or those that attend in its last layer."""
+        return self._indices[num_rows]
 
 
 def adaptable_layers(model: nn.Module) -> dict[str, LinearBase]:
     """Return the layers of a target or draft that adapters may change, by path: the projections of grouped-query
     attention and of gated MLPs in its blocks, and a draft's `fc`. Others have kernels that skip
     `LinearMethod.multiply`, such as experts and latent attention."""
-    found: dict[str, LinearBase] = {}
+    layers: dict[str, LinearBase] = {}
     for path, module in model.named_modules():
         parts = dict(module.named_children())
         if isinstance(attention := parts.get("self_attn"), Attention):
-            found |= {f"{path}.self_attn.qkv": attention.qkv, f"{path}.self_attn.o_proj": attention.o_proj}
+            layers |= {f"{path}.self_attn.qkv": attention.qkv, f"{path}.self_attn.o_proj": attention.o_proj}
         if "self_attn" in parts and isinstance(mlp := parts.get("mlp"), GatedMLP):
-            found |= {f"{path}.mlp.gate_up": mlp.gate_up, f"{path}.mlp.down_proj": mlp.down_proj}
+            layers |= {f"{path}.mlp.gate_up": mlp.gate_up, f"{path}.mlp.down_proj": mlp.down_proj}
     if isinstance(projection := dict(model.named_children()).get("fc"), ReplicatedLinear):
-        found["fc"] = projection
-    return found
+        layers["fc"] = projection
+    return layers
 
 
 def checked_layers(model: nn.Module, title: str) -> dict[str, LinearBase]:
@@ -110,19 +110,21 @@ def padded_rank(max_lora_rank: int) -> int:
     return -(-max_lora_rank // RANK_STEP) * RANK_STEP
 
 
-def allocate_tables(shape: LinearShape, places: int, rank: int, dtype: torch.dtype, device: torch.device) -> LoraTables:
+def allocate_tables(
+    shape: LinearShape, max_loras: int, rank: int, dtype: torch.dtype, device: torch.device
+) -> LoraTables:
     """Return a layer's tables without adapters. rank: of `padded_rank`."""
     ends = [part.offset + part.rows.size for part in shape.parts]
-    down = torch.zeros(places, len(ends) * rank, shape.in_features, dtype=dtype, device=device)
-    up = torch.zeros(places, shape.out_features, rank, dtype=dtype, device=device)
+    down = torch.zeros(max_loras, len(ends) * rank, shape.in_features, dtype=dtype, device=device)
+    up = torch.zeros(max_loras, shape.out_features, rank, dtype=dtype, device=device)
     return LoraTables(down, up, (0, *ends))
 
 
-def table_bytes(layers: Iterable[LinearBase], places: int, max_lora_rank: int) -> int:
+def table_bytes(layers: Iterable[LinearBase], max_loras: int, max_lora_rank: int) -> int:
     """Return the bytes of the tables of all layers on this rank."""
     rank, meta = padded_rank(max_lora_rank), torch.device("meta")
-    tables = [allocate_tables(layer.shape, places, rank, layer.method.dtype, meta) for layer in layers]
-    return sum(each.down.nbytes + each.up.nbytes for each in tables)
+    tables = [allocate_tables(layer.shape, max_loras, rank, layer.method.dtype, meta) for layer in layers]
+    return sum(table.down.nbytes + table.up.nbytes for table in tables)
 
 
 class AdaptedMethod(LinearMethod):
@@ -146,7 +148,7 @@ class AdaptedMethod(LinearMethod):
         if y is not None:
             return y
         assert isinstance(x, Tensor), "fp8_inputs is None in a pass with adapters"
-        return add_lora(self.inner.multiply(x, bias, out), x, self.tables, self._rows.places(x.shape[0]))
+        return add_lora(self.inner.multiply(x, bias, out), x, self.tables, self._rows.lora_indices(x.shape[0]))
 
     def launch_kernels(self, num_rows: int, bias: Tensor | None, gated: bool) -> None:
         """Launch what a pass with adapters launches for `num_rows` rows. bias: the layer's."""

@@ -87,7 +87,7 @@ class ModelConfig(ABC):
 
     @abstractmethod
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
-        """Return the layers with KV, grouped by layout on one rank. dtype: of KV."""
+        """Return the layers with KV, grouped by layout on one rank. dtype: dtype of KV."""
 
     def score_rule(self, layer: int) -> ScoreRule:
         """Return how a layer of `kv_groups` turns scores into weights. Default: softmax of scores / sqrt(head_dim)."""
@@ -116,7 +116,7 @@ def head_groups(heads: Iterable[tuple[int, int]], tensor_parallel: int, dtype: t
     """Return a model's first layers, grouped by layout on one rank.
 
     heads: (KV heads, head_dim) of each.
-    dtype: of KV.
+    dtype: dtype of KV.
     """
     layers: dict[HeadsLayout, list[int]] = {}
     for layer, (num_kv_heads, head_dim) in enumerate(heads):
@@ -211,10 +211,10 @@ def decoder_fields(config: Mapping[str, Any], source: str, architecture: str = "
     return {
         "architecture": architecture_of(config, architecture),
         "hidden_size": size_of(config, "hidden_size", source),
-        "num_layers": size_of(config, "num_hidden_layers", source, most=MAX_LAYERS),
+        "num_layers": size_of(config, "num_hidden_layers", source, max_value=MAX_LAYERS),
         "num_heads": size_of(config, "num_attention_heads", source),
         "vocab_size": size_of(config, "vocab_size", source),
-        "max_position": size_of(config, "max_position_embeddings", source, 2048, most=MAX_POSITIONS),
+        "max_position": size_of(config, "max_position_embeddings", source, 2048, max_value=MAX_POSITIONS),
         "rms_eps": number_of(config, "rms_norm_eps", source, 1e-6),
         "tie_embeddings": flag_of(config, "tie_word_embeddings", source),
         "dtype": dtype_of(config),
@@ -252,7 +252,9 @@ def _scaled_rope(scaling: Mapping[str, Any], theta: float, kind: str, source: st
         factor=number_of(scaling, "factor", source, 1.0),
         low_freq_factor=number_of(scaling, "low_freq_factor", source, 1.0),
         high_freq_factor=number_of(scaling, "high_freq_factor", source, 4.0),
-        original_max_position=size_of(scaling, "original_max_position_embeddings", source, 8192, most=MAX_POSITIONS),
+        original_max_position=size_of(
+            scaling, "original_max_position_embeddings", source, 8192, max_value=MAX_POSITIONS
+        ),
         proportion=_proportion_of(scaling, source) if kind == "proportional" else 1.0,
     )
 
@@ -291,7 +293,7 @@ def _yarn_of(scaling: Mapping[str, Any], theta: float, source: str) -> RopeConfi
         theta=theta,
         kind="yarn",
         factor=factor,
-        original_max_position=size_of(scaling, "original_max_position_embeddings", source, most=MAX_POSITIONS),
+        original_max_position=size_of(scaling, "original_max_position_embeddings", source, max_value=MAX_POSITIONS),
         beta_fast=number_of(scaling, "beta_fast", source, 32.0),
         beta_slow=number_of(scaling, "beta_slow", source, 1.0),
         magnitude=number_of(scaling, "attention_factor", source, default),

@@ -24,11 +24,11 @@ def size_of(
     key: str,
     source: str,
     default: int | None = None,
-    least: int = 1,
-    most: int = MAX_SIZE,
+    min_value: int = 1,
+    max_value: int = MAX_SIZE,
 ) -> int:
-    """Return a whole number from `least` to `most`. default: for a missing or null field; None: the field must be
-    there."""
+    """Return a whole number from `min_value` to `max_value`. default: for a missing or null field; None: the field must
+    be there."""
     value = config.get(key)
     if value is None:
         if default is None:
@@ -36,8 +36,8 @@ def size_of(
                 f"{source}: config.json lacks {key!r}, which a {architecture_of(config, 'model')} needs; {_REMEDY}"
             )
         return default
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise _refused(source, key, value, f"must be a whole number from {least} to {most}")
+    if isinstance(value, bool) or not isinstance(value, int) or not min_value <= value <= max_value:
+        raise _refused(source, key, value, f"must be a whole number from {min_value} to {max_value}")
     return value
 
 

@@ -129,7 +129,7 @@ def read_config(config: dict[str, Any], source: str) -> DeepseekConfig:
 
 def _num_dense(config: dict[str, Any], source: str) -> int:
     """Return the number of layers without experts, which are the first ones."""
-    layers = size_of(config, "num_hidden_layers", source, most=MAX_LAYERS)
+    layers = size_of(config, "num_hidden_layers", source, max_value=MAX_LAYERS)
     kinds = config["mlp_layer_types"]
     dense = kinds.index(_SPARSE) if isinstance(kinds, list) and _SPARSE in kinds else layers
     if kinds != [_DENSE] * dense + [_SPARSE] * (layers - dense):
@@ -148,16 +148,16 @@ def _scale_of_yarn(config: dict[str, Any], rope: RopeConfig, source: str) -> flo
 
 def read_experts(config: dict[str, Any], source: str, is_v3: bool) -> ExpertLayers:
     """Read which layers have experts, and what they are. is_v3: see `_read_routing`."""
-    num_layers = size_of(config, "num_hidden_layers", source, most=MAX_LAYERS)
+    num_layers = size_of(config, "num_hidden_layers", source, max_value=MAX_LAYERS)
     num_layers += AFTER_LAYERS.count(config, source) or 0
-    first = size_of(config, "first_k_dense_replace", source, 0, least=0)
+    first = size_of(config, "first_k_dense_replace", source, 0, min_value=0)
     step = size_of(config, "moe_layer_freq", source, 1)
     width = size_of(config, "moe_intermediate_size", source)
     return ExpertLayers(
         routing=_read_routing(config, source, is_v3),
         layers=frozenset(layer for layer in range(first, num_layers) if layer % step == 0),
         width=width,
-        shared_width=size_of(config, "n_shared_experts", source, 0, least=0, most=MAX_EXPERTS) * width,
+        shared_width=size_of(config, "n_shared_experts", source, 0, min_value=0, max_value=MAX_EXPERTS) * width,
     )
 
 

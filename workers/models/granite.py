@@ -47,7 +47,7 @@ def read_config(config: dict[str, Any], source: str) -> GraniteConfig:
     """Read config.json. Raises ValueError for unsupported settings."""
     architecture = architecture_of(config)
     dense = llama.read_config(config, source)
-    shared = size_of(config, _SHARED, source, 1024 if architecture == _HYBRID else 0, least=0)
+    shared = size_of(config, _SHARED, source, 1024 if architecture == _HYBRID else 0, min_value=0)
     shared = 0 if architecture in (_DENSE, "GraniteMoeForCausalLM") else shared
     experts = None if architecture == _DENSE else _experts(config, dense, shared, source)
     if experts is None and shared:
@@ -67,7 +67,7 @@ def read_config(config: dict[str, Any], source: str) -> GraniteConfig:
 
 def _experts(config: dict[str, Any], dense: LlamaConfig, shared_width: int, source: str) -> ExpertLayers | None:
     """Return the expert layers of the configuration; None without experts."""
-    num_experts = size_of(config, "num_local_experts", source, 8, least=0, most=MAX_EXPERTS)
+    num_experts = size_of(config, "num_local_experts", source, 8, min_value=0, max_value=MAX_EXPERTS)
     if num_experts == 0:
         return None
     routing = Routing(num_experts, size_of(config, "num_experts_per_tok", source, 2), normalise=True)

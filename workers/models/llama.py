@@ -30,7 +30,7 @@ _WITH_WINDOWS = re.compile("Qwen([23])(Moe)?For")  # no other architecture reads
 def layers_with_windows(config: Mapping[str, Any]) -> frozenset[int]:
     """Return the layers with a window, as in transformers' configurations and attention (5.x).
 
-    config: of a decoder, unchecked; fields of a wrong kind count as missing, and the families refuse them.
+    config: config.json of a decoder, unchecked; fields of a wrong kind count as missing, and the families refuse them.
     """
     family = _WITH_WINDOWS.match(architecture_of(config))
     layers = range(_number(config, "num_hidden_layers", 0))
@@ -138,7 +138,7 @@ def _refuse_unsupported(config: dict[str, Any], source: str) -> None:
         raise ValueError(f"{source}: hidden_act={act!r} is not supported; only silu is")
     if config.get("mlp_bias"):
         raise ValueError(f"{source}: mlp_bias=true is not supported; use a checkpoint without it")
-    size_of(config, "max_window_layers", source, 0, least=0)
+    size_of(config, "max_window_layers", source, 0, min_value=0)
     if layers_with_windows(config):
         raise ValueError(
             f"{source}: sliding-window attention is not supported; set use_sliding_window=false if the "

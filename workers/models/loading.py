@@ -147,15 +147,15 @@ def load_target(
     advance: called with the number of loaded bytes and of all bytes.
     """
     name = f"model {source.path}"
-    here = Capability.of(device)
-    config.check_device(here, resolve_dtype(source.dtype, config.dtype, here), name)
+    capability = Capability.of(device)
+    config.check_device(capability, resolve_dtype(source.dtype, config.dtype, capability), name)
     if config.served_by is not None and group.rank == 0:
         logger.info("%s: served by %s", name, config.served_by)
     fallback = config.quant.fallback(device)
     if fallback is not None and group.rank == 0:
         logger.warning("%s: %s", name, fallback)
     began_s = time.monotonic()
-    with _one_thread(here):
+    with _one_thread(capability):
         model = fill_target(source, config, group, device, max_position, capture, advance)
     if source.load_format != "dummy" and group.rank == 0:
         seconds, size = time.monotonic() - began_s, num_checkpoint_bytes(source.path) / 1e9
@@ -163,17 +163,17 @@ def load_target(
     formats = weight_formats(model)
     if formats and group.rank == 0:
         logger.info("%s: layers by format: %s", name, formats)
-    with _one_thread(here):
+    with _one_thread(capability):
         finish_weights(model, deterministic)
     return model.eval()
 
 
 @contextmanager
-def _one_thread(here: Capability) -> Iterator[None]:
+def _one_thread(capability: Capability) -> Iterator[None]:
     """Convert weights by one thread on a CPU: the many short operations are limited by memory, and each would wait for
     its slowest thread while Ray and Serve start on the same cores."""
     before = torch.get_num_threads()
-    if here.shares_host_memory:
+    if capability.shares_host_memory:
         torch.set_num_threads(1)
     try:
         yield

@@ -26,12 +26,12 @@ _GROUPED_MAJORS = (9, 10)  # compute capabilities on which torch 2.13 computes g
 class ExpertLayers:
     """The layers with experts of a model.
 
-    routing: of routed experts.
+    routing: how a router chooses the experts.
     layers: numbers of the layers.
     width: intermediate size of an expert.
     shared_width: intermediate size of a layer's shared experts together; 0: none.
     width_name, shared_name: what config.json calls these sizes.
-    activation, biased: of routed experts, see `MixtureOfExperts`.
+    activation, biased: properties of the routed experts, see `MixtureOfExperts`.
     """
 
     routing: Routing
@@ -67,7 +67,7 @@ class ExpertLayers:
 class LlamaMoeConfig(LlamaConfig):
     """A Llama with experts instead of MLPs in all or some layers.
 
-    intermediate_size: of MLPs.
+    intermediate_size: intermediate size of MLPs.
     experts: None: a dense model.
     """
 
@@ -126,7 +126,7 @@ def num_experts_of(config: dict[str, Any], source: str) -> int:
     none."""
     for key in _NUM_EXPERTS:
         if config.get(key) is not None:
-            return size_of(config, key, source, most=MAX_EXPERTS)
+            return size_of(config, key, source, max_value=MAX_EXPERTS)
     raise ValueError(
         f"{source}: config.json lacks {_NUM_EXPERTS[0]!r}, which a {architecture_of(config, 'model')} needs"
     )

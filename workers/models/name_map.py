@@ -1,4 +1,8 @@
-"""`NameMap`: a family's names of its modules' tensors in checkpoints."""
+"""`NameMap`: translates the paths of a model's modules to the tensor names of its checkpoints.
+
+Every family of `aerie.workers.models` declares its rules as templates such as "model.layers.{layer}.mlp.{part}".
+`aerie.workers.models.weights` loads by them, and `aerie quantize` finds matrices by them.
+"""
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
@@ -11,8 +15,8 @@ from torch import Tensor
 
 from aerie.workers.layers.weighted import WeightKey, WrongTensorError
 
-_KIND = ".{kind}"
-_HOLE = re.compile(r"\{(\w+)\}")
+_KIND = ".{kind}"  # ending of a template for every tensor of a module: weight, weight_scale, bias, ...
+_HOLE = re.compile(r"\{(\w+)\}")  # a template's variable
 # Names of FP8 KV scales. Exporters put them in attention (compressed-tensors), in a projection (ModelOpt), or in a
 # module inside attention (vLLM). Ours: `aerie.workers.layers.attention`.
 _KV_SCALE = re.compile(r"(?:\.[kv]_proj|\.qkv_proj|\.attn)?\.([kv]_scale)$")
@@ -187,7 +191,7 @@ def decoder_names(
     of old checkpoints, and a vocabulary head that repeats a tied embedding.
 
     layer_rules: (path of a layer, its name in the checkpoint) -> rules.
-    prefix: of all names but the head's.
+    prefix: prefix of all names but the head's.
     """
     return NameMap(
         layer_rules("layers.{layer}", f"{prefix}.layers.{{layer}}")

@@ -108,7 +108,7 @@ class MtpModules:
         """Return their number; None if config.json, or its text_config, does not say. Raises ValueError."""
         text = {**config, **section_of(config, "text_config", source)}
         stated = text.get(self.count_key) is not None
-        return size_of(text, self.count_key, source, least=0, most=MAX_LAYERS) if stated else None
+        return size_of(text, self.count_key, source, min_value=0, max_value=MAX_LAYERS) if stated else None
 
     def names(self, num_layers: int, count: int) -> list[str]:
         """Return patterns of the names of the tensors of `count` modules after `num_layers` layers."""

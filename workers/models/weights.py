@@ -306,7 +306,9 @@ def fill_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
     """Fill the model with small random weights, for benchmarks. Replicated modules are equal on all ranks. Shards
     differ, because equal partial sums would be added without rounding, and the best tokens of two shards would tie."""
     device = next(model.parameters()).device
-    replicated, own = (torch.Generator(device).manual_seed(each) for each in (seed, seed + _RANK_SEEDS * (rank + 1)))
+    replicated, own = (
+        torch.Generator(device).manual_seed(number) for number in (seed, seed + _RANK_SEEDS * (rank + 1))
+    )
     for _, module in weighted_modules(model):
         module.fill_dummy(own if module.is_sharded else replicated)
 

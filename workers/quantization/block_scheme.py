@@ -43,7 +43,11 @@ class Blocks:
 
 @dataclass(frozen=True)
 class BlockType:
-    """values, num_bytes: of a block. zero: see the module. decode: [blocks, num_bytes] uint8 -> `Blocks`.
+    """A type of GGUF's blocks.
+
+    values, num_bytes: number of values and bytes of a block.
+    zero: see the module.
+    decode: [blocks, num_bytes] uint8 -> `Blocks`.
 
     packed: the code in which `aerie.kernels.packed` multiplies this type without loss; None: none. Its groups have 32
         values, symmetric codes and 16-bit scales.
@@ -161,7 +165,7 @@ def _mxfp4(raw: Tensor) -> Blocks:
     return Blocks(table[_nibbles(raw[:, 1:]).long()], torch.exp2(raw[:, :1].float() - 128))
 
 
-BLOCK_TYPES = {
+BLOCK_TYPES = {  # values, num_bytes, zero, decode, packed
     "Q4_0": BlockType(32, 18, 8, _q4_0, "int4"),
     "Q4_1": BlockType(32, 20, 0, _q4_1),
     "Q5_0": BlockType(32, 22, 128, _q5_0, "int8"),
@@ -236,7 +240,10 @@ class BlockScheme(PackedScheme, ModuleScheme):
 
 @dataclass(frozen=True)
 class BlockQuant(SchemeQuant):
-    """types: the block type of each module, by the checkpoint's names; of experts, the first one's."""
+    """A GGUF checkpoint's quantization: a block type for each module.
+
+    types: the block type of each module, by the checkpoint's names; of experts, the first one's.
+    """
 
     types: Mapping[str, str]
 

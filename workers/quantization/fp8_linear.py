@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 
 
 class Fp8Linear(DenseLinearMethod):
-    """weight: [out_features, in_features] float8_e4m3fn; None after `finish` if dequantised.
+    """A linear layer with an FP8 weight.
+
+    weight: [out_features, in_features] float8_e4m3fn; None after `finish` if dequantised.
     scales: float32 scales of each part's whole matrix.
     """
 
@@ -162,7 +164,9 @@ class Fp8Linear(DenseLinearMethod):
 
 
 class Fp8Experts(DenseExperts):
-    """weights: gate_up and down of all experts, float8_e4m3fn; None after `finish` if dequantised.
+    """Stacked experts with FP8 weights.
+
+    weights: gate_up and down of all experts, float8_e4m3fn; None after `finish` if dequantised.
     scales: per matrix, of all experts, float32 [experts, scales of rows, scales of columns], until `finish`.
     """
 
@@ -176,7 +180,7 @@ class Fp8Experts(DenseExperts):
         self.kinds = scheme.kinds
         self.scheme = scheme
         self.weights = nn.ParameterList(
-            nn.Parameter(shape.stacked(one, FP8), requires_grad=False) for one in (shape.gate_up, shape.down)
+            nn.Parameter(shape.stacked(matrix, FP8), requires_grad=False) for matrix in (shape.gate_up, shape.down)
         )
         self.scales = nn.ParameterDict(
             {part.name: empty(shape.num_experts, *scheme.num_scales(part), dtype=torch.float32) for part in shape.parts}
@@ -189,7 +193,7 @@ class Fp8Experts(DenseExperts):
 
     def num_bytes(self, options: GEMMOptions) -> int:
         shapes = (self.shape.gate_up, self.shape.down)
-        stays_fp8 = options.fp8 and all(unreadable(one.parts, self.scheme) is None for one in shapes)
+        stays_fp8 = options.fp8 and all(unreadable(matrix.parts, self.scheme) is None for matrix in shapes)
         size = 1 if stays_fp8 else self.dtype.itemsize
         return sum(int(w.numel()) * size for w in self.weights) + sum(
             int(scale.nbytes) for scale in self.scales.values()
@@ -223,7 +227,7 @@ class Fp8Experts(DenseExperts):
     def _stays_fp8(self, options: GEMMOptions) -> bool:
         shapes = (self.shape.gate_up, self.shape.down)
         return fuses(self.shape.size, self.shape.width, options, in_fp8=True) and all(
-            unreadable(one.parts, self.scheme) is None for one in shapes
+            unreadable(matrix.parts, self.scheme) is None for matrix in shapes
         )
 
     def finish(self, options: GEMMOptions) -> None:
@@ -246,8 +250,8 @@ class Fp8Experts(DenseExperts):
         """Keep the experts in FP8: append the shared experts to the routed ones, and choose the kernels."""
         shape = self.shape
         scales = [
-            kernel_scales([self.scales[part.name].data for part in one.parts], one.parts, self.scheme)
-            for one in (shape.gate_up, shape.down)
+            kernel_scales([self.scales[part.name].data for part in matrix.parts], matrix.parts, self.scheme)
+            for matrix in (shape.gate_up, shape.down)
         ]
         num_shared = shape.num_shared if self._shared is not None else 0
         if self._shared is not None:

@@ -18,7 +18,9 @@ DUMMY_SCALE = 0.02 / _DUMMY_DEVIATION
 
 @dataclass(frozen=True)
 class Fp8Scheme:
-    """kind: the checkpoint's name for scales.
+    """How a checkpoint scales FP8 weights.
+
+    kind: the checkpoint's name for scales.
     block: rows and columns that share a scale; None for a scale per row.
     per_matrix: whether the checkpoint has one scale for all rows.
     unused: tensors that a checkpoint may have, without effect here.

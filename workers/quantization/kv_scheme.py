@@ -20,7 +20,8 @@ def read_kv_scheme(folder: str | Path, config: Mapping[str, Any]) -> str | None:
     """Return the `cache.dtype` of a checkpoint: FP8_E4M3; None if it does not mention KV; or its own text for an
     unsupported scheme.
 
-    folder: the checkpoint's folder. config: its config.json.
+    folder: the checkpoint's folder.
+    config: its config.json.
     """
     quantization = config.get("quantization_config")
     sections = [quantization, _modelopt_file(folder)]

@@ -12,7 +12,7 @@ from aerie.kernels.experts.weights import ExpertSizes
 from aerie.kernels.fp8.rows import Fp8Rows
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.packed.expert_tiles import packed_expert_workspace
-from aerie.kernels.packed.experts import PackedExpertWeights, packed_expert_products, raised, unserved
+from aerie.kernels.packed.experts import PackedExpertWeights, packed_expert_products, unserved, with_raised_scales
 from aerie.kernels.packed.weight import TILE, PackedWeight
 from aerie.workers.layers.experts_method import ExpertsMethod, ExpertsShape
 from aerie.workers.layers.linear_method import Part
@@ -23,7 +23,9 @@ BIAS = "bias"
 
 
 class PackedExperts(ExpertsMethod):
-    """stored: tensors of all experts, by part and kind; empty after `finish`.
+    """Stacked experts with low-bit weights.
+
+    stored: tensors of all experts, by part and kind; empty after `finish`.
     biases: [experts, rows] of each part on this rank, in the model's dtype; empty without.
 
     A rank has whole groups of the down projection, and a width that is a multiple of 64. Gate and up rows are padded
@@ -36,9 +38,9 @@ class PackedExperts(ExpertsMethod):
         self.kinds = (*scheme.kinds, *scheme.unused, *((BIAS,) if shape.biased else ()))
         self.stored = nn.ParameterDict(
             {
-                _key(part, kind): _parameter(one.expand(shape.num_experts, *one.shape).contiguous())
+                _key(part, kind): _parameter(empty.expand(shape.num_experts, *empty.shape).contiguous())
                 for part in shape.parts
-                for kind, one in scheme.storage(part).items()
+                for kind, empty in scheme.storage(part).items()
             }
         )
         self.biases = nn.ParameterDict(
@@ -107,7 +109,7 @@ class PackedExperts(ExpertsMethod):
             reason = unserved(self._weights, self.dtype)
             if reason is not None:
                 raise ValueError(f"experts of few bits on a GPU: {reason}; use another checkpoint, or dtype: bfloat16")
-            self._weights = raised(self._weights)
+            self._weights = with_raised_scales(self._weights)
         self._options, self.stored, self.biases = options, nn.ParameterDict(), nn.ParameterDict()
 
     @property
@@ -130,10 +132,10 @@ class PackedExperts(ExpertsMethod):
         whole: PackedWeight | None = None
         for expert in range(self.shape.num_experts):
             matrices = [padded(self.scheme.read(self._matrix(part, expert))) for part in parts]
-            one = packed_below(matrices, self.scheme)
+            packed = packed_below(matrices, self.scheme)
             if whole is None:
-                whole = _room_for(one, self.shape.num_experts)
-            _copy(one, whole.expert(expert))
+                whole = _room_for(packed, self.shape.num_experts)
+            _copy(packed, whole.expert(expert))
         assert whole is not None, "there is an expert"
         return whole
 
@@ -167,23 +169,23 @@ def _with_columns(matrix: MatrixCodes, group: int | None, num_columns: int) -> M
     return MatrixCodes(codes, scales, zeros, matrix.row_scale)
 
 
-def _room_for(one: PackedWeight, num_experts: int) -> PackedWeight:
+def _room_for(weight: PackedWeight, num_experts: int) -> PackedWeight:
     """Allocate the weights of `num_experts` experts as large as `one`."""
 
     def room(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.new_empty((num_experts, *tensor.shape))
 
-    codes, scales = room(one.codes), room(one.scales)
+    codes, scales = room(weight.codes), room(weight.scales)
     assert codes is not None and scales is not None
-    return replace(one, codes=codes, scales=scales, zeros=room(one.zeros), row_scale=room(one.row_scale))
+    return replace(weight, codes=codes, scales=scales, zeros=room(weight.zeros), row_scale=room(weight.row_scale))
 
 
-def _copy(one: PackedWeight, out: PackedWeight) -> None:
+def _copy(weight: PackedWeight, out: PackedWeight) -> None:
     pairs = (
-        (one.codes, out.codes),
-        (one.scales, out.scales),
-        (one.zeros, out.zeros),
-        (one.row_scale, out.row_scale),
+        (weight.codes, out.codes),
+        (weight.scales, out.scales),
+        (weight.zeros, out.zeros),
+        (weight.row_scale, out.row_scale),
     )
     for source, target in pairs:
         if source is not None and target is not None:

@@ -115,7 +115,10 @@ class _Product:
 
 
 class PackedLinear(DenseLinearMethod):
-    """stored: the matrix of each part as stored in the checkpoint; empty after `finish`."""
+    """A linear layer with a low-bit weight.
+
+    stored: the matrix of each part as stored in the checkpoint; empty after `finish`.
+    """
 
     def __init__(self, shape: LinearShape, layout: LinearLayout) -> None:
         super().__init__(shape)
@@ -166,6 +169,8 @@ class PackedLinear(DenseLinearMethod):
         return only.stored if isinstance(only, HostPackedProduct) else super().host_weight
 
     def workspace_size(self) -> tuple[int, int]:
+        """Return the scratch of the whole layer's product, or of one of its parts, which may be multiplied alone:
+        float32 cells, and counters."""
         inputs = self.layout.max_inputs(self.shape.parts[0].columns)
         rows = (self.shape.out_features, *(max(part.rows.size, 1) for part in self.shape.parts))
         cells, tickets = packed_workspace_size([(n, inputs) for n in rows])
@@ -330,7 +335,10 @@ class PackedScheme(LinearLayout):
 
 
 class _StoredPacked(StoredMatrix):
-    """tensors: tensor of each kind."""
+    """One low-bit matrix, as stored.
+
+    tensors: tensor of each kind.
+    """
 
     def __init__(self, scheme: PackedScheme, part: Part) -> None:
         super().__init__()

@@ -102,10 +102,10 @@ def build_rank(
         contracts.check_every_call()
     device = resolve_device(worker.model.device, rank)
     make_current(device)
-    here = Capability.of(device)
-    deterministic = checked_deterministic(worker, engine.target, engine.dtype, here)
+    capability = Capability.of(device)
+    deterministic = checked_deterministic(worker, engine.target, engine.dtype, capability)
     backends = _backends_of_target(worker, engine, device, deterministic)
-    others = choose_backends(engine.speculation.attention(worker.cache.page_size, engine.dtype, here))
+    others = choose_backends(engine.speculation.attention(worker.cache.page_size, engine.dtype, capability))
     phases = _Phases(report)
     memory = RankMemory(device_memory(device), worker, engine.layout, device)
     group = join_tp_group(rank, worker.tensor_parallel, address, device, ordered=deterministic)
@@ -115,7 +115,7 @@ def build_rank(
         strategy = engine.speculation.strategy(parts, others, phases.done)
     eager = parts.worker_of(strategy)
     graphed, first = None, frozenset[GraphKey]()
-    if rounds_are_graphs(worker, here, cpu_length_readers(backends, others), rank):
+    if rounds_are_graphs(worker, capability, cpu_length_readers(backends, others), rank):
         with_chunks = chunks_on_device(backends, others)
         graphed = graphed_strategy(strategy, parts.slots, parts.layout, CudaRecorder(), with_chunks, parts.tower)
         first = first_graphs(graphed, parts.layout, worker.cache.page_size, device)

@@ -15,8 +15,8 @@ from aerie.workers.scheduling.plan import Chunk, StepPlan, unpack_i32
 from aerie.workers.vision.tower import VisionTower
 
 
-def in_order(plan: StepPlan) -> list[Chunk]:
-    """Return the plan's chunks. Those that end their prompt come first."""
+def chunks_in_order(plan: StepPlan) -> list[Chunk]:
+    """Return the plan's chunks in the order of their rows: those that end their prompt (next_token -1) first."""
     return sorted(plan.chunks, key=lambda chunk: chunk.next_token >= 0)
 
 
@@ -29,7 +29,7 @@ def chunk_columns(
     within_images: whether a layer's rule is `ScoreRule.within_images`.
     num_axes: rotary positions of a row, given for all rows if several.
     """
-    chunks = in_order(plan)
+    chunks = chunks_in_order(plan)
     ids = [unpack_i32(chunk.tokens) for chunk in chunks]
     starts = np.array([chunk.start for chunk in chunks], np.int32)
     counts = np.array([len(tokens) for tokens in ids], np.int32)
@@ -64,7 +64,7 @@ def prompt_chunks(
     has_states: whether the model has recurrent layers.
     images: `image_values` of the plan.
     """
-    chunks = in_order(plan)
+    chunks = chunks_in_order(plan)
     counts = tuple(len(chunk.tokens) // 4 for chunk in chunks)
     slots, final_lengths = columns["chunk slots"], columns["final lengths"]
     return PromptChunks(
@@ -139,7 +139,7 @@ def image_values(plan: StepPlan, tower: VisionTower | None) -> Tensor | None:
     for chunk in plan.chunks:  # in this order, as the scheduler counts them (`EncodedImages`)
         images = () if chunk.inputs is None else chunk.inputs.images
         rows[id(chunk)] = [tower.rows(image) for image in images]
-    return torch.cat([part for chunk in in_order(plan) for part in rows[id(chunk)]])
+    return torch.cat([part for chunk in chunks_in_order(plan) for part in rows[id(chunk)]])
 
 
 def _inputs(columns: Mapping[str, Tensor], values: Tensor | None) -> RowInputs | None:

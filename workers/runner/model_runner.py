@@ -41,7 +41,7 @@ class TargetRunner(ModelRunner[TargetModel]):
     """Runs the target.
 
     states: states of its recurrent layers; None without such layers.
-    row_index: of layers that depend on their rows' requests; None without such layers.
+    row_index: tells layers their rows' requests; None if no layer depends on them.
     records_experts: whether routers record their choices, so that all layers compute every row.
     """
 

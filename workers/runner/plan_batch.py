@@ -34,7 +34,7 @@ class Adapters(Protocol):
     """`aerie.workers.runner.rank_adapters.RankAdapters`."""
 
     def place(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy adapters to places of the layers' tables. pairs: (number, place)."""
+        """Copy adapters into the layers' tables. pairs: (number, index in the tables)."""
 
 
 class PlanBatches:
@@ -106,8 +106,8 @@ class PlanBatches:
         if self._grammars is not None:
             self._grammars.enter(plan)
         if self._adapters is not None and plan.placed_adapters:
-            numbers, places = unpack_i32(plan.placed_adapters).reshape(-1, 2).T.tolist()
-            self._adapters.place(list(zip(numbers, places, strict=True)))
+            numbers, indices = unpack_i32(plan.placed_adapters).reshape(-1, 2).T.tolist()
+            self._adapters.place(list(zip(numbers, indices, strict=True)))
         for encoding in plan.encodings:
             assert self._tower is not None
             self._tower.advance(encoding)

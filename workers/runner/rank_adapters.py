@@ -34,7 +34,7 @@ Read = Mapping[str, LayerMatrices]  # one adapter's matrices by path of layer
 class RankAdapters:
     """Adapters by number. Their layers' methods become `AdaptedMethod`s.
 
-    row_index: for `TargetRunner`.
+    row_index: the rows' adapters, for `TargetRunner`.
     """
 
     def __init__(self, model: nn.Module, names: NameMap, config: LoraConfig, slot_table: Tensor, title: str) -> None:
@@ -61,7 +61,7 @@ class RankAdapters:
 
     def adapt_draft(self, model: nn.Module, names: NameMap) -> AdapterRows:
         """Let adapters that have one for the draft change it, too. Return the index for the draft's runner. model,
-        names: of the draft, as for the target. Raises ValueError if one of `LoraConfig.modules` does not fit."""
+        names: the draft's names, as for the target. Raises ValueError if one of `LoraConfig.modules` does not fit."""
         rows, self._draft_names = AdapterRows(self._slot_table), AdapterNames.of_draft(model, names)
         self._adapt(self._draft_names.layers, rows)
         for number, (name, folder) in enumerate(self._config.modules.items()):
@@ -83,7 +83,7 @@ class RankAdapters:
     def launch_kernels(self) -> None:
         """Launch all variants of the layers' kernels, with rows that have no adapter. A start calls it, so that no step
         compiles one; adapters loaded later use the same variants, whatever their rank."""
-        distinct = {(type(each), each.shape, each.bias is None, each.method.dtype): each for each in self._layers}
+        distinct = {(type(layer), layer.shape, layer.bias is None, layer.method.dtype): layer for layer in self._layers}
         for layer in distinct.values():
             assert isinstance(layer.method, AdaptedMethod), "of `_adapt`"
             for num_rows in VARIANT_ROWS:
@@ -117,7 +117,7 @@ class RankAdapters:
         return AdapterReads()
 
     def place(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """Copy adapters to places of the tables, after the steps launched so far. pairs: (number, place)."""
+        """Copy adapters into the tables, after the steps launched so far. pairs: (number, index in the tables)."""
         for number, index in pairs:
             layers = self._host[number]
             for path, tables in self._tables.items():

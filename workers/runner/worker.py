@@ -18,7 +18,7 @@ from aerie.attention.recurrent.pool import StatePool
 from aerie.kernels.slots.finish import FINISH_NOT_FINITE
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.runner.batch import StepTensors
-from aerie.workers.runner.chunk_tensors import in_order
+from aerie.workers.runner.chunk_tensors import chunks_in_order
 from aerie.workers.runner.commands import CommandHandlers
 from aerie.workers.runner.decoding import DecodingStrategy
 from aerie.workers.runner.graphs.host_output import HostOutput
@@ -114,10 +114,10 @@ class PendingStep:
 def _prompt_logprobs(pending: PendingStep, ranking: PromptRanking) -> tuple[PromptLogprobs, ...]:
     """Return log-probabilities of prompt chunks. A request whose conversion fails is added to the step's failures.
 
-    ranking: of the chunks with log-probabilities, in the order of `in_order`, on the host.
+    ranking: top tokens of the chunks with log-probabilities, in the order of `chunks_in_order`, on the host.
     """
     logprobs, first = {}, 0
-    scored = [chunk for chunk in in_order(pending.plan) if chunk.logprobs >= 0]
+    scored = [chunk for chunk in chunks_in_order(pending.plan) if chunk.logprobs >= 0]
     for chunk, number in zip(scored, pending.scored_requests, strict=True):
         rows = slice(first, first + chunk.num_logprobs)
         first = rows.stop
@@ -258,8 +258,8 @@ class Worker:
         num_logprobs = tuple(self._slots.facts[slot].sampling.logprobs for slot in entries)
         emitted = HostOutput.of(tensors)
         if self._grammars is not None and batch.needs.masked:
-            self._grammars.ran(entries, emitted)
-        scored = tuple(self._slots.facts[chunk.slot].number for chunk in in_order(plan) if chunk.logprobs >= 0)
+            self._grammars.record_step(entries, emitted)
+        scored = tuple(self._slots.facts[chunk.slot].number for chunk in chunks_in_order(plan) if chunk.logprobs >= 0)
         ended_s = time.perf_counter() if emitted.copied is None else None  # on a CPU the step has ended by now
         self._pending.append(
             PendingStep(plan, emitted, num_logprobs, started_s, failed, failed_requests, scored, ended_s)

@@ -25,7 +25,7 @@ from aerie.workers.scheduling.plan import pack_i32
 from aerie.workers.scheduling.shapes.draft_fit import DraftFit
 
 OnLoaded = Callable[[str], None]  # called with why an adapter could not be loaded, or ""
-MAX_PASS_S = 1.0  # time for which requests with adapters may pass one whose adapter has no place
+MAX_PASS_S = 1.0  # time for which requests with adapters may pass one whose adapter is not in the tables
 _MAX_UNLOADED = 256  # unloaded adapters that are remembered, for engines that were not there when they were unloaded
 _FIRST_POLL_S, _MAX_POLL_S = 0.005, 0.1  # a poll drains the steps in flight: once in 20 steps of 5 ms
 _NONE = "this engine has no adapters; start it with enable_lora"
@@ -46,10 +46,11 @@ class AdapterChange(NamedTuple):
 class Adapter:
     """A loaded adapter.
 
-    place: in the ranks' tables; -1: none.
-    num_requests: unfinished requests that have it. num_running: those with a slot.
+    index: its index in the ranks' tables; -1: it is not there.
+    num_requests: unfinished requests that have it.
+    num_running: those with a slot.
     last_used: number of uses of all adapters at its last one.
-    stamp: of the call that loaded it.
+    stamp: stamp of the call that loaded it.
     is_unloaded: whether new requests cannot have it.
     is_read: whether the ranks have read it, so that requests may run.
     draft: accepted drafts of its requests.
@@ -58,7 +59,7 @@ class Adapter:
     name: str
     number: int
     path: str
-    place: int = -1
+    index: int = -1
     num_requests: int = 0
     num_running: int = 0
     last_used: int = 0
@@ -88,8 +89,8 @@ class Adapters:
         self._poll_s, self.due_s = _FIRST_POLL_S, math.inf
         modules = self._config.modules.items()
         self._by_name = {name: Adapter(name, number, path) for number, (name, path) in enumerate(modules)}
-        self._places: list[Adapter | None] = [None] * self._config.max_loras
-        self._placed: list[tuple[int, int]] = []  # (number, place) since the last plan
+        self._table: list[Adapter | None] = [None] * self._config.max_loras  # the adapter at each index
+        self._placed: list[tuple[int, int]] = []  # (number, index) since the last plan
         self.changes: dict[str, AdapterChange] = {}
         self._retired: set[Adapter] = set()  # unloaded, but requests have them
         self._next_number, self._num_uses = len(self._by_name), 0
@@ -120,33 +121,33 @@ class Adapters:
             self._forget_unused(adapter)
 
     def has_room(self, adapter: Adapter | None) -> bool:
-        """Whether a request with this adapter may get a slot: the adapter is in the tables, or a place is unused."""
-        if adapter is None or adapter.place >= 0:
+        """Whether a request with this adapter may get a slot: the adapter is in the tables, or an index is unused."""
+        if adapter is None or adapter.index >= 0:
             return True
-        return adapter.is_read and any(other is None or not other.num_running for other in self._places)
+        return adapter.is_read and any(other is None or not other.num_running for other in self._table)
 
     def enter(self, adapter: Adapter | None) -> int:
-        """Record that a request gets a slot. Return the place of its adapter, from the next plan on; -1 without one.
-        Takes the place of the adapter that is unused for longest."""
+        """Record that a request gets a slot. Return its adapter's index from the next plan on; -1 without one. A
+        new adapter in the tables replaces the one that is unused for longest."""
         if adapter is None:
             return -1
-        if adapter.place < 0:
+        if adapter.index < 0:
             unused = [
-                index for index, occupant in enumerate(self._places) if occupant is None or not occupant.num_running
+                index for index, occupant in enumerate(self._table) if occupant is None or not occupant.num_running
             ]
             index = min(unused, key=self._use_of)
-            if (former := self._places[index]) is not None:
-                former.place = -1
-            self._places[index] = adapter
-            adapter.place = index
+            if (former := self._table[index]) is not None:
+                former.index = -1
+            self._table[index] = adapter
+            adapter.index = index
             self._placed.append((adapter.number, index))
         self._num_uses += 1
         adapter.last_used = self._num_uses
         adapter.num_running += 1
-        return adapter.place
+        return adapter.index
 
     def _use_of(self, index: int) -> int:
-        adapter = self._places[index]
+        adapter = self._table[index]
         return -1 if adapter is None else adapter.last_used
 
     def leave(self, adapter: Adapter | None) -> None:
@@ -155,7 +156,7 @@ class Adapters:
             adapter.num_running -= 1
 
     def take_changes(self) -> bytes:
-        """Return `StepPlan.placed_adapters` since the last plan. The last adapter in a place counts."""
+        """Return `StepPlan.placed_adapters` since the last plan. The last adapter of an index counts."""
         changes = {index: number for number, index in self._placed}
         self._placed.clear()
         return pack_i32([value for index, number in changes.items() for value in (number, index)])
@@ -272,19 +273,19 @@ class Adapters:
             return
         self._retired.discard(adapter)
         self._reading.pop(adapter.number, None)
-        if adapter.place >= 0:
-            self._places[adapter.place] = None
+        if adapter.index >= 0:
+            self._table[adapter.index] = None
         self._placed = [pair for pair in self._placed if pair[0] != adapter.number]
         self._commands.add(UnloadAdapter(adapter.number), lambda answers: None)
 
     def restore(self) -> None:
         """Queue the adapters for new ranks, which have `LoraConfig.modules` only, under the same numbers."""
-        self._places = [None] * len(self._places)
+        self._table = [None] * len(self._table)
         self._placed.clear()
         num_configured = len(self._config.modules)
         wanted = sorted({*self._by_name.values(), *self._retired}, key=lambda adapter: adapter.number)
         for adapter in wanted:
-            adapter.place, adapter.num_running = -1, 0
+            adapter.index, adapter.num_running = -1, 0
             if adapter.number >= num_configured:
                 self._read(adapter, self._restored(adapter))
         for number in set(range(num_configured)) - {adapter.number for adapter in wanted}:

@@ -28,11 +28,11 @@ class ImageChunks:
     def __init__(self, sizes: ImageSizes | None) -> None:
         self._sizes = sizes
         self._encoded = EncodedImages(0 if sizes is None else sizes.cache_bytes)
-        self._left = STEP_PATCHES  # of the plan under construction
+        self._left = STEP_PATCHES  # patches that the plan under construction may still encode
         self._planned: set[bytes] = set()
         self._is_mixed = False  # whether rounds wait for the plan under construction
         self._costs: CostTable | None = None
-        self._encodings: dict[bytes, Encoding] = {}  # of that plan
+        self._encodings: dict[bytes, Encoding] = {}  # the encodings of that plan
         self._partial, self._num_done = b"", 0  # digest of the image whose pass has not ended, and computed layers
 
     def use_costs(self, costs: CostTable) -> None:
@@ -98,7 +98,7 @@ class ImageChunks:
                 self._planned.add(image.digest)
                 self._left -= image.num_patches
 
-    def sent(self, chunks: List[Chunk]) -> tuple[tuple[Chunk, ...], tuple[Encoding, ...], bool]:
+    def finish_plan(self, chunks: List[Chunk]) -> tuple[tuple[Chunk, ...], tuple[Encoding, ...], bool]:
         """Return the chunks of a plan, without the pixels of images that the ranks have encoded, what they encode
         before, and whether they encode any. Must be called for each plan, in order."""
         encodings = tuple(map(self._started, self._encodings.values()))

@@ -222,7 +222,7 @@ class StepBudget:
         """Take a chunk of `count` tokens. context: tokens of the prompt before it."""
         self.tokens += count
         self._pairs += count * context
-        # so that no small piece of the next prompt fills the rest
+        # A prompt that was cut fills the step: the next prompt adds no small piece.
         self._is_full = count == self._offered < self._wanted
 
     @property

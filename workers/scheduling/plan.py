@@ -162,7 +162,7 @@ class SlotInit(msgspec.Struct, frozen=True, array_like=True):
     state_row: with recurrent layers, the row of the state after `num_cached` tokens, which is copied to the slot before
         the plan runs; -1: the request starts at position 0.
     position_shift: `PromptInputs.shift`.
-    adapter: the place of its adapter in the ranks' tables; -1: none.
+    adapter: index of its adapter in the ranks' tables; -1: none.
     """
 
     slot: int
@@ -236,7 +236,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, tag=True):
         the position. From `StateSaves`. -> `PlanBatches`
     window_updates: int32 pairs (page, window page): from this plan on, layers with a window use the window page for
         this page; 0, the dummy page, for none. From `WindowPages`. -> `KVPool`
-    placed_adapters: int32 pairs (number, place): from this plan on, the adapter is in this place of the tables. From
+    placed_adapters: int32 pairs (number, index): from this plan on, the adapter is at this index of the tables. From
         `Adapters`. -> `RankAdapters`
     encodings: parts of images to encode before the pass. From `ImageChunks`. -> `VisionTower`
     """

@@ -117,7 +117,7 @@ class PrefillPlanner:
             if waiting is not None:
                 builder.admits = self._may_grow(waiting, builder, preferred) and self._admit(waiting, builder, budget)
                 if builder.admits:
-                    self.shared.admitted(waiting)
+                    self.shared.record_admission(waiting)
                     count = self._plan_chunk(waiting, budget, builder, drafted)
                     assert count > 0, "a request was admitted without room for its first chunk"
             elif first is not None:
@@ -131,16 +131,16 @@ class PrefillPlanner:
             for sequence in islice(queues.waiting, MAX_ASKED):
                 if sequence.number not in builder.held:
                     self.shared.must_wait(sequence, builder)
-        self.shared.ended(builder)
+        self.shared.record_plan(builder)
         return budget
 
     def _next_waiting(self, admitted: Sequence | None, builder: PlanBuilder, rounds: StepRounds) -> Sequence | None:
         """Return the first waiting request that can be admitted, unless `admitted` has an earlier deadline.
 
         Skips requests whose grammar or mask is not ready, because the step's rounds would wait for it, requests whose
-        adapter is being read or has no place, and requests whose prefix this plan computes for another request.
+        adapter is being read or is not in the tables, and requests whose prefix this plan computes for another request.
         """
-        passed: Sequence | None = None  # the first request whose adapter has no place
+        passed: Sequence | None = None  # the first request whose adapter is not in the tables
         for sequence in islice(filter(self._queues.may_be_admitted, self._queues.waiting), MAX_PASSED):
             if admitted is not None and admitted.precedes(sequence):
                 return None
@@ -157,8 +157,8 @@ class PrefillPlanner:
         return None
 
     def _has_table(self, sequence: Sequence, passed: Sequence | None) -> bool:
-        """Return whether the request's adapter has a place in the ranks' tables, or gets one. A request that found none
-        waits at most `MAX_PASS_S` while later requests keep the places in use."""
+        """Return whether the request's adapter is in the ranks' tables, or gets there. A request that found none
+        waits at most `MAX_PASS_S` while later requests keep all others in use."""
         if sequence.adapter is None:
             return True
         if passed is not None and self._clock() - passed.submitted_s > MAX_PASS_S:
@@ -296,7 +296,7 @@ class PrefillPlanner:
             allocator.release(match.pages)
             return False
         builder.inits.append(self._queues.admit(sequence, match))
-        self._turns.admitted(sequence)
+        self._turns.record_admission(sequence)
         if not sequence.was_admitted:
             sequence.was_admitted = True
             request.cached_tokens = min(sequence.computed, len(request.prompt))

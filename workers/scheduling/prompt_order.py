@@ -39,13 +39,13 @@ class SharedPrefixes:
         """Start a new plan."""
         self._by_page.clear()
 
-    def admitted(self, sequence: Sequence) -> None:
+    def record_admission(self, sequence: Sequence) -> None:
         """Record that a request is admitted; its prompt is computed from now on."""
         for page, by_key in self._by_page.items():
             if key := self._key(sequence, page):
                 by_key[key].append(sequence)
 
-    def ended(self, builder: PlanBuilder) -> None:
+    def record_plan(self, builder: PlanBuilder) -> None:
         """Record the prompts that end in this plan, which is complete."""
         while self._ended and self._ended[0][0] < builder.oldest_in_flight:
             self._ended.popleft()
@@ -164,7 +164,7 @@ class TenantTurns:
         tenants = self._queues.tenants
         return len(tenants) > 1 and len(tenants.recent(self._clock()) | self._shares.tenants()) > 1
 
-    def admitted(self, sequence: Sequence) -> None:
+    def record_admission(self, sequence: Sequence) -> None:
         """Record that a request has a slot: the whole prompt keeps its tenant's turn if another one runs more."""
         if len(self._queues.tenants) > 1:
             running = self._shares.running_with(sequence)

@@ -30,7 +30,7 @@ class Owner(msgspec.Struct, frozen=True, array_like=True):
 
     tenant: name of the API key; "": none.
     weight: the tenant's share of the engine, relative to other tenants.
-    priority: of this request; lower is more urgent.
+    priority: lower is more urgent.
     request_id: its client's, by which administrators abort it.
     learns: whether a draft may learn from its text.
     """
@@ -49,7 +49,7 @@ class Request:
     prompt: token ids; from another process an `array("i")`, which takes a tenth of a list's memory.
     output: token ids so far.
     owner: whose request it is.
-    inputs: of the prompt, besides its tokens.
+    inputs: inputs of the prompt besides its tokens.
     cached_tokens: prompt tokens found in the prefix cache at its first admission.
     num_rounds: rounds that verified drafts.
     acceptance_histogram: [k] rounds that accepted k draft tokens.
@@ -85,13 +85,13 @@ class RequestOutput(msgspec.Struct, frozen=True, gc=False):
     """New tokens of a request after a step.
 
     finish_reason: set with the last tokens.
-    prompt_logprobs: of a prompt chunk; the output then has no tokens. Sent again if the prompt is computed again after
-        a preemption.
+    prompt_logprobs: log-probabilities of a prompt chunk; the output then has no tokens. Sent again if the prompt is
+        computed again after a preemption.
     num_drafted: number of leading tokens that are accepted drafts.
     error: why the request ended as ERROR or INVALID.
     pages: pages of its KV, which are free from the next plan on; with the last tokens, if `routed_experts` is wanted.
     routed_experts: the file of `RoutedExperts`.
-    version: of the weights that wrote the tokens; None: the present ones.
+    version: version of the weights that wrote the tokens; None: the present one.
 
     A msgspec struct, because a step creates 128 of them: 0.2 us each instead of 1.2 us for a frozen dataclass.
     """

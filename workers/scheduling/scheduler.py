@@ -189,7 +189,7 @@ class Scheduler:
         if not resumed:
             self.admission.check_room(request)
         self.admission.check(request)
-        histogram = request.acceptance_histogram
+        histogram = request.acceptance_histogram  # with a draft: a count for each number of accepted draft tokens
         histogram += [0] * (self._shapes.max_new_tokens - len(histogram)) if self._shapes.default else []
         self.queues.add(request, self._clock(), self._prefill.deadline_s)
 
@@ -294,7 +294,7 @@ class Scheduler:
         slot_pages, shape, next_shape, slots, ends = self.slot_pages, *planned[:4]
         window_changes = slot_pages.take_window_changes()
         saved_states = slot_pages.save_states(slots, self._shapes.max_new_tokens)
-        chunks, encodings, encodes = self._images.sent(builder.chunks)
+        chunks, encodings, encodes = self._images.finish_plan(builder.chunks)
         in_flight = self._launch(builder, shape, slots, load, is_change=next_shape != shape or encodes)
         drafting = slot_pages.speculative[in_flight.slots]
         next_shape = next_shape if drafting.any() else 0
@@ -363,7 +363,7 @@ class Scheduler:
         in_flight_step = self._in_flight.popleft()
         assert result.step == in_flight_step.step, f"result of step {result.step}, awaited {in_flight_step.step}"
         self.captures.graphs = result.graphs
-        self._grammars.compiled(unpack_i32(result.grammars_ready).tolist())
+        self._grammars.mark_compiled(unpack_i32(result.grammars_ready).tolist())
         outputs = self._results.apply(in_flight_step, result, self._next_step - 1)
         self.weights.draft.observe()
         if self._prefill.budget is not None and result.step % UPDATE_EVERY == UPDATE_EVERY - 1:

@@ -21,7 +21,7 @@ class Sequence:
 
     number: order of arrival; its priority for pages.
     adapter: changes the target for this request; None: none.
-    salt: of its cached pages, before that of the weights (`SlotPages.salt`).
+    salt: first part of the salt of its cached pages; the weights' follows (`SlotPages.salt`).
     tenant: whose request it is.
     prompt: keys of the prompt in the prefix cache: its tokens, except where `Request.inputs` begin (`InputKeys`).
     tokens: keys of prompt and output at its last admission.
@@ -118,7 +118,7 @@ class InFlightStep:
 
     step: int
     sequences: list[Sequence]
-    slots: Int64s  # of the rounds, until those of the last chunks are added
+    slots: Int64s  # slots of the rounds, until those of the last chunks are added
     numbers: Int64s
     max_new_tokens: int
     shape: int

@@ -195,7 +195,7 @@ class SlotPages(SlotLengths):
                 table[index] = page
                 self._updates[slot, index] = page
         if self.saves is not None:
-            self.saves.inserted(slot, tokens, len(cached), self.cache_salt[slot])
+            self.saves.attach_states(slot, tokens, len(cached), self.cache_salt[slot])
 
     def release(self, slot: int, tokens: npt.NDArray[np.int32], num_committed: int, has_ended: bool = False) -> None:
         """Free the slot and its pages. Full pages below `num_committed` go to the prefix cache, with the states saved
@@ -281,7 +281,7 @@ class SlotPages(SlotLengths):
 
     def _allocate(self, count: int) -> list[int]:
         pages = self.allocator.allocate(count)
-        self.nan_pages.allocated(pages)
+        self.nan_pages.record_allocation(pages)
         if self.windows is not None:
             self.windows.take(pages)
         return pages

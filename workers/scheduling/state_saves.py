@@ -181,7 +181,7 @@ class StateSaves:
         self._this_plan.clear()
         return packed
 
-    def inserted(self, slot: int, tokens: npt.NDArray[np.int32], num_pages: int, salt: bytes) -> None:
+    def attach_states(self, slot: int, tokens: npt.NDArray[np.int32], num_pages: int, salt: bytes) -> None:
         """Attach the states that earlier plans save to the first `num_pages` pages of the slot's `tokens`, which the
         prefix cache has now."""
         planned, new = self._slots[slot].planned, self._this_plan.get(slot)
@@ -202,7 +202,7 @@ class StateSaves:
         starts: length at the start of its next round in flight, and the maximum length at the start of the last one;
             None without rounds in flight.
         """
-        self.inserted(slot, tokens, num_pages, salt)
+        self.attach_states(slot, tokens, num_pages, salt)
         saves = self._slots.pop(slot)
         self._this_plan.pop(slot, None)
         for row, _ in saves.planned.values():

@@ -62,7 +62,7 @@ class StepResults:
         committed_before = self._advance(step, counts, now)
         if result.matches and self._shapes.model_free:
             self._observe(step, seen, unpack_i32(result.matches).reshape(-1, 3))
-        num_drafted = self._learn(step, learnt, result.min_entropies)
+        num_drafted = self._record_acceptance(step, learnt, result.min_entropies)
         if self.step_time is not None and not step.is_change:
             expected_ms = step.expected.ms if step.expected is not None and step.num_rounds else 0.0
             self.step_time.observe(step.load, result.took_s * 1e3, expected_ms)
@@ -81,7 +81,7 @@ class StepResults:
         """Add the tokens to their requests, and end those that the ranks have finished. Return an output for each
         request with tokens.
 
-        num_drafted, committed_before: see `_learn` and `_advance`.
+        num_drafted, committed_before: see `_record_acceptance` and `_advance`.
         """
         outputs = []
         counts, finish = unpack_i32(result.counts).tolist(), np.frombuffer(result.finish, np.uint8).tolist()
@@ -111,7 +111,7 @@ class StepResults:
                 reason = _FINISH[finish_code]
                 if request.sampling.routed_experts and sequence.slot >= 0:
                     pages = tuple(self._slot_pages.pages[sequence.slot])  # before they are released
-                self._admission.expected.ended(len(request.output), reason is FinishReason.STOP)
+                self._admission.expected.record_answer(len(request.output), reason is FinishReason.STOP)
                 self._queues.finish(sequence, reason, committed_before[index], now)
             drafted = min(num_accepted, count) if num_accepted > 0 else 0  # fewer if a stop ended the round
             outputs.append(
@@ -218,8 +218,14 @@ class StepResults:
         slot_pages.take_tokens(rounds, slots[num_rounds:], now)
         return before
 
-    def _learn(self, step: InFlightStep, accepted: npt.NDArray[np.int32], min_entropies: bytes) -> list[int]:
-        """Report accepted drafts to the shape choice. Return the number of drafts that each entry verified."""
+    def _record_acceptance(
+        self, step: InFlightStep, accepted: npt.NDArray[np.int32], min_entropies: bytes
+    ) -> list[int]:
+        """Report accepted drafts to the shape choice. Return the number of drafts that each entry verified.
+
+        accepted: [entries] accepted drafts; -1: the entry verified none.
+        min_entropies: int32 thousandths of a nat for each round, if the target computed them.
+        """
         count = step.num_rounds
         if step.shape == 0 and not min_entropies:
             return [0] * len(accepted)
@@ -251,7 +257,7 @@ class StepResults:
         if step.num_rounds:
             num_tokens = int(unpack_i32(result.counts)[: step.num_rounds].sum())
             stats.count_rounds(self._shapes[step.shape].name, num_tokens, step.reason)
-            self._admission.expected.ran(step.load, num_tokens)
+            self._admission.expected.record_step(step.load, num_tokens)
             stats.expected_tokens_per_ms = self._shape_choice.expected
         num_generated = len(result.tokens) // 4
         stats.generation_tokens += num_generated

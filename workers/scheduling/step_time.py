@@ -60,9 +60,9 @@ class Prediction(NamedTuple):
 PACE = 0  # index of the pace
 # prior standard deviations
 PACE_ERROR = 0.7  # load and temperature may differ from the start
-SHAPE_ERROR = 0.4  # of one shape, relative to the pace; a start under load measured 24 to 75 ms for the same rounds
-BATCH_ERROR = 0.4  # of one shape at one batch size, relative to the shape: tables interpolate between a few sizes
-CHUNK_ERROR = 0.3  # of steps with one number of prompt tokens, relative to the pace
+SHAPE_ERROR = 0.4  # for one shape, relative to the pace; a start under load measured 24 to 75 ms for the same rounds
+BATCH_ERROR = 0.4  # for one shape at one batch size, relative to the shape: tables interpolate between a few sizes
+CHUNK_ERROR = 0.3  # for one number of prompt tokens, relative to the pace
 
 
 class StepParts:

@@ -49,7 +49,7 @@ class HostLink:
         self._processes: list[_Process] = []  # one at most
         weakref.finalize(self, _end, self._processes)
         self._sequence = 0
-        self._answer_due_s: float | None = None  # of an order whose answer did not arrive in time
+        self._answer_due_s: float | None = None  # limit for an answer that is already late
 
     def begin(self, end_token_ids: tuple[int, ...] = ()) -> None:
         """Start the process unless it runs. Does not wait."""
@@ -70,7 +70,7 @@ class HostLink:
         try:
             send(self._orders, order)
         except OSError as error:
-            self.lost(f"it does not read: {error}")
+            self.kill(f"it does not read: {error}")
 
     def ask(self, order: Order, wait_s: float) -> Filled | None:
         """Send an order with fills and wait for its answer; None if it does not arrive in time.
@@ -103,11 +103,11 @@ class HostLink:
             except OSError:
                 raw = b""
             if not raw:
-                self.lost("it has ended")
+                self.kill("it has ended")
                 return
             yield msgspec.msgpack.decode(raw, type=Notice)
 
-    def lost(self, reason: str) -> None:
+    def kill(self, reason: str) -> None:
         """Kill the process. The next call that needs one starts another."""
         if not self._is_up.is_set():
             return
@@ -119,7 +119,7 @@ class HostLink:
     def close(self) -> None:
         """End the process."""
         self.fault = self.fault or "closed"
-        self.lost("its rank ends")
+        self.kill("its rank ends")
 
     def _start(self, end_token_ids: tuple[int, ...]) -> None:
         """Fork the process and connect two sockets to it, one for orders and one for its notices. If that fails, try
@@ -167,7 +167,7 @@ class HostLink:
         except OSError:
             filled = None
         if filled is None:
-            self.lost("it has ended")
+            self.kill("it has ended")
         return filled
 
     def _take_overdue(self) -> bool:
@@ -177,7 +177,7 @@ class HostLink:
             self._answer_due_s = None
             return self._receive() is not None
         if time.monotonic() > self._answer_due_s:
-            self.lost("it does not answer")
+            self.kill("it does not answer")
         return False
 
     def _on_deadline(self, deadline: Deadline) -> None:
@@ -185,7 +185,7 @@ class HostLink:
         try:
             self._control.send(msgspec.msgpack.encode(deadline))
         except OSError as error:
-            self.lost(f"it does not read: {error}")
+            self.kill(f"it does not read: {error}")
 
 
 @dataclass(frozen=True)

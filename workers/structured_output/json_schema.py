@@ -33,7 +33,7 @@ from aerie.workers.structured_output.schema_keywords import (
 )
 from aerie.workers.structured_output.schema_patterns import compiled_form, handed_over, without_lengths
 
-MAX_ALTERNATIVES = 1024  # of all branches
+MAX_ALTERNATIVES = 1024  # maximum alternatives of all branches together
 _TYPES = ("string", "number", "boolean", "null", "array", "object")
 
 
@@ -142,7 +142,7 @@ class _Writer:
         self._schema = schema
         self._max_depth = max_depth
         self._references = References(schema)
-        self._names: dict[tuple[str, frozenset[str]], str] = {}  # of definitions, by place and `more`
+        self._names: dict[tuple[str, frozenset[str]], str] = {}  # names of written definitions, by (location, `more`)
         self._pending: list[
             tuple[str, str, Any, frozenset[str]]
         ] = []  # definitions to write: name, place, schema, more

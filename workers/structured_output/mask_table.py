@@ -49,13 +49,13 @@ class MaskTable:
         self.running.fill(-1)
         self._host = torch.from_numpy(np.frombuffer(memory, np.int32, self.shape.size))
         self._host[: self.shape.before_words].fill_(FREE)
-        here = Capability.of(device)
+        capability = Capability.of(device)
         # on a CPU both are one tensor, and an upload does nothing
-        self._device = self._host if here.shares_host_memory else torch.full_like(self._host, FREE, device=device)
+        self._device = self._host if capability.shares_host_memory else torch.full_like(self._host, FREE, device=device)
         self.index, self.guides, self.words = self.shape.parts(self._device)
         self.host_index, self.host_guides, self.host_words = self.shape.parts(self._host)
         self._stream = None
-        if here.has_streams:
+        if capability.has_streams:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             _pin(self, self._host, device)
 

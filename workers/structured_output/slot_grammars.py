@@ -281,7 +281,7 @@ class SlotGrammars:
         finished.logical_or_(held)
         masks.index.masked_fill_(held, FREE)
 
-    def ran(self, entries: Sequence[int], emitted: HostOutput) -> None:
+    def record_step(self, entries: Sequence[int], emitted: HostOutput) -> None:
         """Record a launched step. entries: slots of its entries."""
         mine = [(i, self._by_slot[slot]) for i, slot in enumerate(entries) if slot in self._by_slot]
         self._unread.append((emitted, mine))

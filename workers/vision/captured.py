@@ -37,7 +37,12 @@ class _Size:
 
 @dataclass
 class _Pass:
-    """num_replayed: parts that have run. num_due: parts that the caller has asked for. result: once all have run."""
+    """A pass of a tower that is replayed part by part.
+
+    num_replayed: parts that have run.
+    num_due: parts that the caller has asked for.
+    result: once all have run.
+    """
 
     size: _Size
     num_tokens: int

@@ -27,9 +27,9 @@ class VisionFamily:
     """Classes of transformers for the tower of an architecture.
 
     kind: names its reader (`_READERS`) and its encoder (`aerie.workers.vision.encoders.ENCODERS`).
-    package: of `transformers.models`.
+    package: name of the package in `transformers.models`.
     tower, config: the tower's class and its configuration's.
-    model_package: of the whole model, if that is another one.
+    model_package: package of the whole model, if that is another one.
     text, replacement: see `Placeholder`.
     """
 
@@ -89,7 +89,7 @@ class VisionConfig:
     image_token_id, filler_id: see `Placeholder`.
     patch_size, frames: pixels of a patch: frames x patch_size x patch_size.
     merge_size: rows, and columns, of the patches that make a token.
-    hidden_size: of the embeddings.
+    hidden_size: size of the embeddings.
     num_deep: layers of the decoder before which the tower's inner features are added (DeepStack, arXiv 2406.04334).
     max_pixels: maximum pixels of a resized image.
     whole: see `ImageSizes`.
@@ -237,7 +237,7 @@ def _read_gemma4(
         tower=tower,
         image_token_id=token,
         # the embedding that each layer has of its own is that of this token
-        filler_id=size_of(text, "pad_token_id", name, 0, least=0),
+        filler_id=size_of(text, "pad_token_id", name, 0, min_value=0),
         patch_size=patch_size,
         frames=1,
         merge_size=merge_size,

@@ -22,7 +22,8 @@ _LONGEST = {"cu_seqlens": "max_seqlen", "cu_window_seqlens": "max_window_seqlen"
 class ImageEncoder(nn.Module):
     """See the module.
 
-    prefixes: of the tower's tensors in checkpoints, without a first `model.`, and of the names of its parameters.
+    prefixes: prefixes of the tower's tensors in checkpoints, without a first `model.`, and of the names of its
+        parameters.
     """
 
     prefixes: ClassVar[Mapping[str, str]]
@@ -50,8 +51,8 @@ class ImageEncoder(nn.Module):
     def forward_padded(self, pixels: Tensor, layout: Mapping[str, Tensor]) -> Tensor:
         """`forward` without an operation that depends on values on the host, so that it can be captured.
 
-        pixels: [size, channels, pixels of a patch]. layout: of `padded`, on the device. The rows of the image's tokens
-        come first.
+        pixels: [size, channels, pixels of a patch].
+        layout: result of `padded`, on the device. The rows of the image's tokens come first.
         """
         raise NotImplementedError
 

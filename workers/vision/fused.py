@@ -68,8 +68,8 @@ class GatedMLP(nn.Module):
         more = 0 if width % _ALIGNED == 0 else -width % _TILE
         first, second = module.gate_proj, module.up_proj
         self.gate_up = _linear(
-            torch.cat([F.pad(each.weight, (0, 0, 0, more)) for each in (first, second)]),
-            None if first.bias is None else torch.cat([F.pad(each.bias, (0, more)) for each in (first, second)]),
+            torch.cat([F.pad(linear.weight, (0, 0, 0, more)) for linear in (first, second)]),
+            None if first.bias is None else torch.cat([F.pad(linear.bias, (0, more)) for linear in (first, second)]),
         )
         self.down_proj = _linear(F.pad(module.down_proj.weight, (0, more)), module.down_proj.bias)
 
@@ -115,7 +115,7 @@ class SpanAttention(nn.Module):
         rows, heads = hidden_states.shape[0], self.num_heads
         qkv = self.qkv(hidden_states).view(rows, 3 * heads, -1)
         half = qkv.shape[2] // 2
-        cos, sin = (each.float()[:, :half] for each in position_embeddings)
+        cos, sin = (angles.float()[:, :half] for angles in position_embeddings)
         rotate_heads(qkv[:, : 2 * heads], cos, sin)
         q, k, v = qkv.view(rows, 3, heads, -1).unbind(1)
         if self._in_one_launch:

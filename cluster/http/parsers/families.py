@@ -64,20 +64,21 @@ _THINK = ("<think>", "</think>")
 class Family:
     """A row of `FAMILIES`: models with the same format of reasoning and calls.
 
-    shown_by: texts that are all in the family's chat template, which is more reliable than the architecture: DeepSeek's
-        distillations of Llama and Qwen have DeepSeek's template.
+    shown_by: texts by which the family's chat template is recognised: it contains all of them. The template is more
+        reliable than the architecture: DeepSeek's distillations of Llama and Qwen have DeepSeek's template.
     not_shown_by: a text that distinguishes another family whose template also has `shown_by`.
     thinking: opening and closing mark of reasoning.
     calls: marks of calls, each with a function that makes the reader of the text after it from the argument types of
         tools; None: the mark is dropped.
     reader: reads answers whose calls are not between marks.
-    other_marks: an answer's text contains all marks, even if they are special tokens. None: it contains all special
-        tokens.
-    calls_end_thinking: a call ends reasoning as soon as it begins, because its marks are tokens that reasoning does not
-        have. Else reasoning may contain drafts of calls: a call ends it if only calls follow it.
-    ids: function that makes ids of calls from the prompt.
-    syntax: None: calls cannot be forced.
-    has_own_parser: `aerie.cluster.http.parsers.table` has one, which reads calls.
+    other_marks: marks besides those of `thinking` and `calls`. An answer's text contains all of these, even if they are
+        special tokens, and no other special tokens. None: it contains all special tokens.
+    calls_end_thinking: whether a call ends reasoning as soon as it begins, because its marks are tokens that reasoning
+        does not have. Else reasoning may contain drafts of calls: a call ends it if only calls follow it.
+    ids: function from the prompt to a source of ids for calls.
+    syntax: format in which grammars force calls; None: calls cannot be forced.
+    has_own_parser: whether `aerie.cluster.http.parsers.table` has a parser of its own for the family, which reads
+        calls.
     """
 
     shown_by: tuple[str, ...] = ()

@@ -30,7 +30,11 @@ _AFTER_CALLS = re.compile(r"[\s,;}\]]*")
 
 
 class CallPart(NamedTuple):
-    """name: starts a call. arguments: further JSON text."""
+    """The next part of the calls.
+
+    name: starts a call.
+    arguments: further JSON text.
+    """
 
     name: str | None
     arguments: str

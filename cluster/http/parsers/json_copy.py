@@ -102,7 +102,7 @@ class JsonCopy:
         self._source = source
         self._write = write
         self._closers: list[str] = []
-        self._num = {"}": 0, "]": 0}  # of each in `_closers`
+        self._num = {"}": 0, "]": 0}  # number of each bracket in `_closers`
         self._gap: list[str] = []  # held back
         self.end = source.position  # after what was written
         self._expects = "value"  # or "key", or "more": a comma or a bracket

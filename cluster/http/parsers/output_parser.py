@@ -1,5 +1,5 @@
 """Splits an answer's text into content, reasoning and tool calls. Every choice has a parser, in whole replies and
-streams: chats the configuration's (`ingress.output_parser`, by `aerie.cluster.http.parsers.table`), completions `text`.
+streams: for chats `ingress.output_parser` names it (`aerie.cluster.http.parsers.table`), completions use `text`.
 See docs/add-a-parser.md. Readers of calls and reasoning cut text at marks by `aerie.cluster.http.parsers.source.Marks`;
 the cutter here is for parsers outside the project."""
 

@@ -92,7 +92,8 @@ class ReasoningReader:
         self.is_possible = False
 
     def _inside(self) -> Reading[None]:
-        """Read reasoning up to its end."""
+        """Read and show reasoning until after its closing mark, until calls that end the answer, or to the end of the
+        text. Calls that other text follows were drafts, and are shown."""
         source = self._source
         if not self._continues:
             yield from source.run(SPACES)
@@ -111,7 +112,7 @@ class ReasoningReader:
             if parsed.num_calls and (self._at_once or is_last):
                 source.back(draft)
                 return
-            before, closes, after = draft.partition(self._closes)  # of a draft without an end
+            before, closes, after = draft.partition(self._closes)  # a draft of a call, without its end
             self._show(before)
             if closes:
                 source.back(after)
@@ -174,7 +175,9 @@ class ReasoningTokens:
 
 @dataclass(frozen=True)
 class ThinkingBudget:
-    """limit: maximum tokens of thinking, without marks.
+    """The limit of an answer's reasoning.
+
+    limit: maximum tokens of thinking, without marks.
     closing: tokens of the mark that ends it.
     """
 

@@ -37,8 +37,12 @@ class _EventParser(Protocol):
 
 
 class ResponseTemplateParser:
-    """template: the checkpoint's template. prompt: text of the prompt. tools: in the chat template's form; none: calls
-    are not parsed."""
+    """Reads answers by the checkpoint's `response_template`, with transformers' parser.
+
+    template: the checkpoint's template.
+    prompt: text of the prompt.
+    tools: in the chat template's form; none: calls are not parsed.
+    """
 
     def __init__(
         self, template: Mapping[str, Any], prompt: str, tools: Sequence[Mapping[str, Any]], parallel: bool

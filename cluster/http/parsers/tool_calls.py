@@ -110,6 +110,8 @@ def named_call(head: re.Pattern[str], tail: str, mark: str) -> CallBody:
     head: matches up to the arguments; group 1 is the name.
     tail: the mark that ends the call; "": none.
     mark: the opening mark, which no head has.
+
+    See `CallBody` for the reader's result. It is the start if this is no call.
     """
 
     def read(source: Source, parsed: Parsed) -> Reading[int | None]:
@@ -178,7 +180,11 @@ _MAX_REFERENCES = 16  # a schema may refer to itself
 
 @dataclass(frozen=True)
 class ArgumentTypes:
-    """by_name: types of each argument that the schema names. others: types of all other arguments. Empty: unknown."""
+    """The types of a tool's arguments, by its schema.
+
+    by_name: types of each argument that the schema names.
+    others: types of all other arguments. Empty: unknown.
+    """
 
     by_name: Mapping[str, frozenset[str]]
     others: frozenset[str]

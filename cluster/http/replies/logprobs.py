@@ -14,7 +14,10 @@ MIN_LOGPROB = -9999.0  # in place of minus infinity, which JSON does not have; a
 
 
 class LogprobFormats:
-    """as_ids: write tokens as their unique ids, in vLLM's format."""
+    """Log-probabilities in the formats of OpenAI's routes.
+
+    as_ids: write tokens as their unique ids, in vLLM's format.
+    """
 
     def __init__(self, tokenizer: ChatTokenizer, as_ids: bool) -> None:
         self._tokenizer = tokenizer

@@ -41,7 +41,7 @@ class WholeAnswer(NamedTuple):
 
     def in_order(self) -> Iterator[tuple[Piece, ReplyDelta]]:
         """Yield the parts, with neighbouring ones of text, or of reasoning, joined."""
-        for kind, run in itertools.groupby(self._kinds(), key=lambda each: each[0]):
+        for kind, run in itertools.groupby(self._kinds(), key=lambda pair: pair[0]):
             parts = [part for _, part in run]
             if kind == "calls":
                 yield from parts

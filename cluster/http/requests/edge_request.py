@@ -83,15 +83,17 @@ class EdgeRequest:
     echo: texts before the answers, one per prompt, or none.
     prompt_texts: texts of chat prompts, one per prompt.
     continued: texts of the messages that chats' answers continue, one per prompt; "": none.
-    logprobs: see `SamplingParams`. prompt_logprobs: the same for prompts. echo_logprobs: whether echoes have
-        log-probabilities.
+    logprobs: see `SamplingParams`.
+    prompt_logprobs: the same for prompts. echo_logprobs: whether echoes have log-probabilities.
     tools: in the chat template's form.
     thinking_budget: None for no limit.
-    include_reasoning: whether the reply shows reasoning. separate_reasoning: in a separate field. stream_reasoning: as
-        it arrives.
+    include_reasoning: whether the reply shows reasoning.
+    separate_reasoning: in a separate field.
+    stream_reasoning: as it arrives.
     priority: as the client wants it, see `Owner`.
     inputs: inputs of the prompts besides their tokens, one per prompt, or none.
-    reads_calls: whether the parser searches tool calls. parallel_calls: whether it shows more than the first.
+    reads_calls: whether the parser searches tool calls.
+    parallel_calls: whether it shows more than the first.
     The other fields describe how to show the answer.
     """
 
@@ -350,8 +352,8 @@ async def batch_request(body: BatchRequest, config: EdgeConfig, tokenizer: ChatT
     chats = []
     for i, messages in enumerate(body.messages):
         try:
-            one = ChatCompletionRequest.model_construct(messages=messages, **values)
-            chats.append(await chat_request(one, config, tokenizer))
+            conversation = ChatCompletionRequest.model_construct(messages=messages, **values)
+            chats.append(await chat_request(conversation, config, tokenizer))
         except ApiError as error:
             if error.param is not None and error.param.startswith("messages"):
                 error.param = error.param.replace("messages", f"messages[{i}]", 1)

@@ -106,7 +106,9 @@ def check_scores(
 ) -> None:
     """Raise ApiError for too many log-probabilities of prompts.
 
-    num_tokens: prompt tokens of all choices. num_top: likely tokens reported for each; -1: none."""
+    num_tokens: prompt tokens of all choices.
+    num_top: likely tokens reported for each; -1: none.
+    """
     if body.prompt_logprobs is not None and body.stream:
         raise invalid("prompt_logprobs", "prompt_logprobs is not available with stream: true; ask for the whole reply")
     check_total_scores(num_top, num_tokens, "logprobs" if body.prompt_logprobs is None else "prompt_logprobs", config)

@@ -46,7 +46,11 @@ _SAME_NAMES = (
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """document: the sent reply. messages: the conversation including it, without instructions."""
+    """A reply that later requests may continue (`previous_response_id`).
+
+    document: the sent reply.
+    messages: the conversation including it, without instructions.
+    """
 
     document: bytes
     messages: Sequence[MessageDict]

@@ -121,8 +121,12 @@ def _thinking(opens: str, closes: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class ToolCalling:
-    """tools: tools shown to the model. forced: whether it must call one of `callable_tools`. parallel: whether it may
-    call several."""
+    """The tools of a chat, and whether it must call one.
+
+    tools: tools shown to the model.
+    forced: whether it must call one of `callable_tools`.
+    parallel: whether it may call several.
+    """
 
     tools: tuple[Tool, ...] = ()
     callable_tools: tuple[Tool, ...] = ()

@@ -145,7 +145,9 @@ def _with_experts(request: EdgeRequest, config: EdgeConfig) -> EdgeRequest:
         raise invalid(name, f"{name}: this server does not record them; start it with cache.routed_experts: true")
     if request.choices[0].form.stops:
         raise invalid(name, f"{name}: the engine does not know stop strings; use stop_token_ids")
-    choices = [replace(each, sampling=structs.replace(each.sampling, routed_experts=True)) for each in request.choices]
+    choices = [
+        replace(choice, sampling=structs.replace(choice.sampling, routed_experts=True)) for choice in request.choices
+    ]
     return replace(request, choices=choices)
 
 

@@ -210,7 +210,7 @@ class ResponsesReply(Reply):
         self._store = store
         self._keep = keep
         self._items = ItemEvents(namespaces(body))
-        self._unsent: list[TokenLogprob] = []  # of tokens whose text the parser still holds, or that have none
+        self._unsent: list[TokenLogprob] = []  # for tokens without text, or whose text the parser still holds
 
     def first_event(self, index: int) -> bytes:
         response = self._response("in_progress")

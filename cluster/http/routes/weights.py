@@ -84,7 +84,7 @@ class UpdateWeightsRequest(Schema):
 class TransferInfo(Schema):
     """The trainer's group.
 
-    master_address, master_port: of its store; or nccl_unique_id_b64, NCCL's 128 bytes in base64.
+    master_address, master_port: address of its store; or nccl_unique_id_b64, NCCL's 128 bytes in base64.
     rank_offset: rank of the first engine's first rank; the trainer is rank 0.
     world_size: the trainer and all ranks of all engines.
     packed: tensors are joined to broadcasts of more than packed_buffer_size_bytes; else each has its own.
@@ -187,7 +187,7 @@ def _pausing(ask: Ask) -> list[Endpoint]:
             raise invalid("mode", f"mode={mode}: must be abort or wait; requests cannot be kept without their KV")
         _check_tags(http, ("kv_cache",))
         outcomes = await ask(http, Sleep(mode))  # type: ignore[arg-type]
-        return SleepReply([SleptEngine(each.engine_id, each.num_bytes) for each in outcomes])
+        return SleepReply([SleptEngine(outcome.engine_id, outcome.num_bytes) for outcome in outcomes])
 
     async def wake_up(http: Request) -> AwakeReply:
         """Takes the memory of the KV cache again, and ends the pause. `tags`: weights alone changes nothing."""
@@ -249,7 +249,7 @@ def _updating(ask: Ask) -> list[Endpoint]:
     async def init_transfer(http: Request, body: InitTransferRequest) -> WeightsReply:
         """Joins the trainer's group with the ranks of all engines; call it while the trainer joins. Ends an earlier
         group and its session."""
-        engines = sorted(await ask(http, Inspect()), key=lambda each: each.engine_id)
+        engines = sorted(await ask(http, Inspect()), key=lambda outcome: outcome.engine_id)
         return weights_reply(await ask(http, _join(body.init_info, engines)))
 
     async def start_update(http: Request) -> WeightsReply:
@@ -267,13 +267,13 @@ def _updating(ask: Ask) -> list[Endpoint]:
 
     async def check_weights(http: Request, body: CheckWeightsRequest) -> CheckedWeights:
         """Checksums of every rank's weights, or what differs from earlier ones."""
-        found = {each.engine_id: list(each.sums) for each in await ask(http, SumWeights())}
+        sums = {outcome.engine_id: list(outcome.sums) for outcome in await ask(http, SumWeights())}
         if body.action == "checksum":
-            return CheckedWeights(found)
+            return CheckedWeights(sums)
         if body.baseline is None:
             raise invalid("baseline", "baseline: give the checksums of an earlier reply")
-        before, after = _named_sums(body.baseline), _named_sums(found)
-        return CheckedWeights(found, sorted(n for n in before | after if before.get(n) != after.get(n)))
+        before, after = _named_sums(body.baseline), _named_sums(sums)
+        return CheckedWeights(sums, sorted(n for n in before | after if before.get(n) != after.get(n)))
 
     async def world_size(http: Request) -> WorldSizeReply:
         """Number of ranks of all engines."""
@@ -294,8 +294,10 @@ def _updating(ask: Ask) -> list[Endpoint]:
 def _drafts(outcomes: Sequence[AdminOutcome]) -> DraftsReply:
     return DraftsReply(
         {
-            each.engine_id: [LearnedDraft(one.name, one.state, one.gain, one.low, one.why) for one in each.drafts]
-            for each in outcomes
+            outcome.engine_id: [
+                LearnedDraft(draft.name, draft.state, draft.gain, draft.low, draft.why) for draft in outcome.drafts
+            ]
+            for outcome in outcomes
         }
     )
 
@@ -374,14 +376,14 @@ def weights_reply(outcomes: Sequence[AdminOutcome]) -> WeightsReply:
     return WeightsReply(
         [
             EngineWeights(
-                each.engine_id,
-                each.weight_epoch,
-                each.version,
-                each.missing,
-                each.took_s,
-                each.draft_fault,
-                each.fault,
+                outcome.engine_id,
+                outcome.weight_epoch,
+                outcome.version,
+                outcome.missing,
+                outcome.took_s,
+                outcome.draft_fault,
+                outcome.fault,
             )
-            for each in outcomes
+            for outcome in outcomes
         ]
     )

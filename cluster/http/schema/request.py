@@ -85,7 +85,7 @@ IGNORED: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "verbosity": ("medium",),
     "guided_decoding_backend": ("auto", "xgrammar"),
-    "length_penalty": (1,),  # of beam search, as the next one
+    "length_penalty": (1,),  # for beam search only, as the next one
     "early_stopping": (False,),
     "mm_processor_kwargs": ({},),
 }

@@ -184,7 +184,7 @@ class EngineHealth(Struct):
     num_running: int
     num_waiting: int
     last_step_age_s: float
-    heartbeat_age_s: list[float] = []  # of each rank
+    heartbeat_age_s: list[float] = []  # age of the last heartbeat of each rank
 
 
 class HealthReply(Struct):

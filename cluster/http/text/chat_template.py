@@ -46,8 +46,11 @@ class SystemTurns:
     """What the template shows.
 
     developer: messages of the role "developer" at the beginning, which else become system messages.
-    first: a system message at the beginning. several: two of them. late: one after other turns, in its place.
-    users: two user turns in a row. after_result: a user turn after a tool's result.
+    first: a system message at the beginning.
+    several: two of them.
+    late: one after other turns, in its place.
+    users: two user turns in a row.
+    after_result: a user turn after a tool's result.
     """
 
     developer: bool = False
@@ -84,7 +87,7 @@ def _joined(first: Content, second: Content) -> Content:
     """Return two contents as one, with an empty line between them."""
     if isinstance(first, str) and isinstance(second, str):
         return f"{first}\n\n{second}"
-    before, after = ([_text(each)] if isinstance(each, str) else each for each in (first, second))
+    before, after = ([_text(content)] if isinstance(content, str) else content for content in (first, second))
     return [*before, _text("\n\n"), *after]
 
 
@@ -131,7 +134,7 @@ Fact = TypeVar("Fact")
 MAX_RENDER_S = 5.0
 END = "\uffff "  # a noncharacter; templates that trim a content remove the space
 _CHANGES_LISTS = re.compile("append|pop")  # a method that `LimitedEnvironment` allows
-_ESCAPED_MARK = re.compile(r"(?<!\\)((?:\\\\)*)\\u(fd[de][0-9a-f])")  # of `user_text.MARKS`
+_ESCAPED_MARK = re.compile(r"(?<!\\)((?:\\\\)*)\\u(fd[de][0-9a-f])")  # an escaped character of `user_text.MARKS`
 
 
 class ChatTemplateError(ValueError):

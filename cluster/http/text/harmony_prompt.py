@@ -101,7 +101,7 @@ def _tool(function: Mapping[str, Any]) -> str:
 def _conversation(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield each message in the format. Reasoning is included after the last answer only, where calls may follow."""
     answered = max((i for i, message in enumerate(messages) if _answers(message)), default=-1)
-    names: dict[str, str] = {}  # of functions, by the ids of their calls
+    names: dict[str, str] = {}  # call id -> name of its function
     waiting: list[str] = []  # functions whose calls have no result yet
     for i, message in enumerate(messages):
         content = message["content"] or ""

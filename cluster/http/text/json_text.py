@@ -21,7 +21,7 @@ MAX_NESTING = 200
 _ESCAPES = re.compile(
     r"\\\\|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})"
 )
-_STRING = re.compile(r'"(?:[^"\\]|\\.)*', re.DOTALL)  # of JSON, without its end
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*', re.DOTALL)  # a JSON string without its closing quotation mark
 _CONTROL = re.compile(r"[\x00-\x1f]")
 _MAX_LITERAL_CHARS = 2**16  # Python's parser takes 100 bytes of memory per character
 _SURROGATES = re.compile("[\ud800-\udfff]")

@@ -52,7 +52,9 @@ TOOL = {
 class CallTurns:
     """Form of an assistant's turns with calls.
 
-    empty_content: content of a turn without text. as_text: arguments are JSON texts, not objects."""
+    empty_content: content of a turn without text.
+    as_text: arguments are JSON texts, not objects.
+    """
 
     empty_content: str | None = ""
     as_text: bool = False

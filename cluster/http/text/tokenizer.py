@@ -42,12 +42,13 @@ T = TypeVar("T")
 class ChatTokenizer:
     """Converts texts and messages to tokens and back. template: None refuses chats, for models without a template.
 
-    tool_template: of chats with tools; None: `template`.
+    tool_template: template for chats with tools; None: `template`.
     eos_token_ids: tokens that end an answer.
     response_template: transformers' template for parsing answers; None without one.
     class_name: transformers' name for the tokenizer.
     sampling_defaults: sampling parameters of the model's generation_config.json, by name.
-    vocab_size: number of the tokenizer's ids. num_ids: number of the model's, which may have more rows.
+    vocab_size: number of the tokenizer's ids.
+    num_ids: number of the model's, which may have more rows.
     """
 
     def __init__(

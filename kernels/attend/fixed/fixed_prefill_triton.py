@@ -52,10 +52,12 @@ def _attend_fixed_prefill(
 
     tiles_ptr: fields of `prefill_plan_triton`: chunk, first row, the chunk's end, position of the first row.
     span: base size of the spans of contexts, whose results are added in order.
-    WINDOW: 0 without one. SOFT_CAP: None without one.
+    WINDOW: 0 without one.
+    SOFT_CAP: None without one.
     UNIT: factor on softmax weights (`weight_unit`), undone by v_scale.
     PAIRS: pages are FP8, read as pairs of numbers.
     UPCAST: multiply in float32, for the interpreter.
+    The other pointers and strides are those of `attend_fixed_prefill`'s tensors; scale_log2 includes log2(e).
     """
     ROWS: tl.constexpr = BLOCK_M // GROUP
     WIDTH: tl.constexpr = D // 2 if PAIRS else D

@@ -24,7 +24,7 @@ from aerie.kernels.kv.mask_bits import MASK_BITS
 from aerie.kernels.kv.stored_values_triton import even, odd
 from aerie.kernels.pdl import pdl_wait
 
-PATH_COLUMNS = 128  # of a row's path and the prefix's last tile
+PATH_COLUMNS = 128  # columns for a row's path and the prefix's last tile
 AT_ONCE = 4  # partial results that a program loads at a time
 _SUM_COLUMNS = tl.constexpr(64)  # equal sums of weights; with fewer, Triton repeats the fold of spans in every warp
 
@@ -48,6 +48,7 @@ def _plan_paths(
     COLUMNS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
+    """Write the token indices of a row's path, see `_finish_paths`."""
     row, request, n = tl.program_id(0), tl.program_id(1), tl.arange(0, COLUMNS)
     prefix = tl.load(prefix_ptr + request)
     path = tl.load(mask_ptr + request * mask_request_stride + row * mask_row_stride)
@@ -190,13 +191,14 @@ def _finish_paths(
     """Continue one row of a tree along its path, for one KV head, after the tiles that `_attend_decode` has computed;
     and write the result of the row.
 
-    tokens_ptr: of each row's path: PATH_COLUMNS indices of tokens in the pool, -1 after the last.
+    tokens_ptr: for each row's path PATH_COLUMNS indices of tokens in the pool, -1 after the last.
     requests_ptr: each request's first partial result and its number.
     GROUP: query heads per KV head, padded to BLOCK_M.
-    COLUMNS, ITEM_M, PART_M: of `_attend_decode`: tiles per item, rows of a tile, rows stored per partial result.
+    COLUMNS, ITEM_M, PART_M: sizes of `_attend_decode`: tiles per item, rows of a tile, rows stored per partial result.
     AT_ONCE: spans whose results are loaded at once.
     LEADS: the request's leading item has added the results of its own spans.
     WINDOW, SOFT_CAP, UPCAST, UNIT, PAIRS: as in `_attend_decode`.
+    The other pointers and strides are those of `finish_paths`'s tensors; scale_log2 includes log2(e).
     """
     WIDTH: tl.constexpr = D // 2 if PAIRS else D
     tree_row, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)

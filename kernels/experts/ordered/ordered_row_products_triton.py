@@ -42,10 +42,13 @@ def gate_up_of_ordered_row(
     """Write the activated gate and up products of 64 columns and one of the row's experts. A program computes the gate
     products or the up products; the second of the two to finish activates them.
 
-    x_ptr: [SIZE]. x_scales_ptr: [SIZE / 128].
-    hidden_ptr: [experts, WIDTH], in FP8. hidden_scales_ptr: [experts, WIDTH / 64].
+    x_ptr: [SIZE].
+    x_scales_ptr: [SIZE / 128].
+    hidden_ptr: [experts, WIDTH], in FP8.
+    hidden_scales_ptr: [experts, WIDTH / 64].
     chosen_ptr: experts of the row; negative: none.
-    part_ptr: sums of the two programs. TOGETHER: groups of 128 inputs per product.
+    part_ptr: sums of the two programs.
+    TOGETHER: groups of 128 inputs per product.
     """
     groups: tl.constexpr = SIZE // 128
     blocks: tl.constexpr = WIDTH // 64
@@ -105,7 +108,8 @@ def down_of_ordered_row(
     """Write BLOCK_N columns of the weighted sum of the down projections. A program computes one of the row's SLOTS
     experts, and reads all of its weights before the wait; the last to finish adds them in the order of slots.
 
-    weight_ptr: weights of the experts. part_ptr: results of the experts, rounded to out_ptr's dtype.
+    weight_ptr: weights of the experts.
+    part_ptr: results of the experts, rounded to out_ptr's dtype.
     """
     groups: tl.constexpr = WIDTH // 64
     block, tile = tl.program_id(0), tl.program_id(1)

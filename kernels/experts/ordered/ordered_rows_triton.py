@@ -67,6 +67,7 @@ def ordered_row_experts(
 
 
 def _one_row(x: Fp8Rows, routed: Routed, weights: ExpertWeights, workspace: Workspace, out: Tensor) -> Tensor:
+    """Compute the experts of one row in two launches, with a program for each of its experts and block of outputs."""
     slots, size, width, device = routed.chosen.shape[1], weights.size, weights.width, out.device
     assert x.values.shape == (1, size) and x.scales.is_contiguous() and x.values.is_contiguous()
     blocks, groups = width // ORDERED_BLOCK, size // GROUP

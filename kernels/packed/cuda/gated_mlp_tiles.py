@@ -20,7 +20,9 @@ _MAX_STAGES = 6
 
 @dataclass(frozen=True)
 class GatedMLPTiles:
-    """size, width: sizes of rows and of inner activations.
+    """Tiles of the kernel of a whole gated MLP.
+
+    size, width: sizes of rows and of inner activations.
     rows: 1, or for more rows 8.
     blocks: thread blocks, one for each multiprocessor.
     ranges: thread blocks that share a sum of the down projection.
@@ -105,7 +107,9 @@ _UNITS = (3, 4, 2)  # chunks of a unit, in order of preference
 
 @dataclass(frozen=True)
 class OneRowTiles:
-    """size, width: sizes of a row and of an expert.
+    """Tiles of the kernel of one row's experts.
+
+    size, width: sizes of a row and of an expert.
     slots, used: experts of the row, and the maximum of them on this rank.
     blocks: thread blocks, one for each multiprocessor.
     unit: chunks of 64 inputs in a unit.

@@ -74,7 +74,7 @@ class WideTiles:
     threads = 384
     outputs = 4 * TILE
     block_m = 32
-    stages = 4  # of 128 inputs, in shared memory
+    stages = 4  # stages of 128 inputs each, in shared memory
 
     def shared_bytes(self, zeros: bool) -> int:
         """Return the shared memory. Zeros need no more, because stages start at multiples of 1,024 bytes."""

@@ -137,8 +137,8 @@ def layers_config(path: str, raw: Mapping[str, Any], extra: frozenset[str] = fro
 def read_form(path: str, raw: Mapping[str, Any], num_layers: int, vocab_size: int) -> BlockForm:
     """Return the layout of the draft's blocks. Raises ValueError, naming key, value and remedy."""
     source, keys = f"draft {path}", all_keys(path, raw)
-    size = size_of(keys, "block_size", source, 8 if is_speculators(raw) else 16, most=MAX_COLUMNS)
-    mask = size_of(keys, "mask_token_id", source, least=0)
+    size = size_of(keys, "block_size", source, 8 if is_speculators(raw) else 16, max_value=MAX_COLUMNS)
+    mask = size_of(keys, "mask_token_id", source, min_value=0)
     if mask >= vocab_size:
         raise ValueError(
             f"{source}: mask_token_id={mask}: the target's vocabulary has {vocab_size} tokens; use the head that was "

@@ -202,7 +202,7 @@ class DFlashModel(DraftModel):
 
     def after(self, block: Block, row: int, previous: Tensor, state: Tensor | None = None) -> Tensor:
         """Return the logits of `row` after previous [B, k] int64 target ids: [B * k, shard size], newly allocated.
-        state: of the paths to them."""
+        state: states of the paths to them."""
         return block.logits[:, row].repeat_interleave(previous.shape[1], dim=0)
 
     def path_state(self, state: Tensor | None, tokens: Tensor) -> Tensor | None:

@@ -41,7 +41,7 @@ class Domino(DFlash):
     def head_fields(cls, path: str, raw: Mapping[str, Any]) -> dict[str, Any]:
         keys = all_keys(path, raw)
         rank, state_size, num_plain = (
-            size_of(keys, key, f"draft {path}", default, least=0 if key == _KEYS[2] else 1)
+            size_of(keys, key, f"draft {path}", default, min_value=0 if key == _KEYS[2] else 1)
             for key, default in zip(_KEYS, _DEFAULTS, strict=True)
         )
         return {"rank": rank, "state_size": state_size, "num_plain": num_plain}

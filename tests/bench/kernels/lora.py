@@ -30,18 +30,18 @@ LAYER = (  # inputs, and borders of the stacked matrices' outputs
 )
 
 
-def tables_of(rank: int, places: int, device: torch.device) -> list[LoraTables]:
+def tables_of(rank: int, max_loras: int, device: torch.device) -> list[LoraTables]:
     def random(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.bfloat16, device=device) * 0.01
 
     return [
-        LoraTables(random(places, (len(parts) - 1) * rank, inputs), random(places, parts[-1], rank), parts)
+        LoraTables(random(max_loras, (len(parts) - 1) * rank, inputs), random(max_loras, parts[-1], rank), parts)
         for inputs, parts in LAYER
     ]
 
 
-def row_places(rows: int, adapters: int, device: torch.device) -> Tensor:
-    """Return each row's place: `adapters` runs of equal length; all -1 for 0."""
+def lora_indices(rows: int, adapters: int, device: torch.device) -> Tensor:
+    """Return each row's index in the tables: `adapters` runs of equal length; all -1 for 0."""
     if not adapters:
         return torch.full((rows,), -1, dtype=torch.int32, device=device)
     return (torch.arange(rows, device=device) * adapters // rows).int()
@@ -61,18 +61,18 @@ def main() -> None:
     for rows in arguments.rows:
         inputs = {k: torch.randn(rows, k, dtype=torch.bfloat16, device=device) for k, _ in LAYER}
 
-        def run(rank: int, places: Tensor | None, inputs: dict[int, Tensor] = inputs) -> Callable[[], None]:
+        def run(rank: int, indices: Tensor | None, inputs: dict[int, Tensor] = inputs) -> Callable[[], None]:
             counters = torch.zeros(NUM_LAYERS * len(LAYER), 4, dtype=torch.int32, device=device)
 
             def layer(number: int) -> None:
                 for i, (k, parts) in enumerate(LAYER):
                     x, gated = inputs[k], len(parts) == 3
-                    if places is None:
+                    if indices is None:
                         gemms[i].multiply_gated(x) if gated else gemms[i].multiply(x, None, None)
                         continue
-                    adapters = RowAdapters(tables[rank][i], places, counters[number * len(LAYER) + i])
+                    adapters = RowAdapters(tables[rank][i], indices, counters[number * len(LAYER) + i])
                     if gemms[i].multiply_adapted(x, None, None, adapters, gated) is None:
-                        y = add_lora(gemms[i].multiply(x, None, None), x, adapters.tables, places)
+                        y = add_lora(gemms[i].multiply(x, None, None), x, adapters.tables, indices)
                         y = silu_mul(y) if gated else y
 
             def layers() -> None:
@@ -83,7 +83,7 @@ def main() -> None:
             return layers
 
         cases = [(rank, n) for rank in arguments.ranks for n in arguments.adapters if n <= rows]
-        runs = [run(0, None), *(run(rank, row_places(rows, n, device)) for rank, n in cases)]
+        runs = [run(0, None), *(run(rank, lora_indices(rows, n, device)) for rank, n in cases)]
         times, _ = clock.medians(*(captured(each).replay for each in runs))
         alone = times[0] / NUM_LAYERS
         for (rank, n), us in zip(cases, [each / NUM_LAYERS for each in times[1:]], strict=True):

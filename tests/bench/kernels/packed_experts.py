@@ -18,7 +18,7 @@ from aerie.kernels.experts.gated import GPT_OSS, SWIGLU, GatedActivation
 from aerie.kernels.experts.route import RouterLogits, Routing
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
 from aerie.kernels.packed.expert_tiles import packed_expert_workspace
-from aerie.kernels.packed.experts import PackedExpertWeights, packed_expert_products, raised
+from aerie.kernels.packed.experts import PackedExpertWeights, packed_expert_products, with_raised_scales
 from aerie.kernels.packed.weight import Code, PackedWeight, empty
 from tests.bench.kernels.gpu_time import Clock, captured, hardware
 from tests.bench.machine import commit
@@ -69,7 +69,7 @@ def layer(model: Model) -> PackedExpertWeights:
 
 
 def measure(clock: Clock, model: Model, all_rows: Sequence[int]) -> list[dict[str, object]]:
-    layers = [raised(layer(model)) if DEVICE.type == "cuda" else layer(model) for _ in range(_LAYERS)]
+    layers = [with_raised_scales(layer(model)) if DEVICE.type == "cuda" else layer(model) for _ in range(_LAYERS)]
     sizes, routing = layers[0].sizes(model.routing.experts_per_token), model.routing
     options = GEMMOptions(Workspace.allocate(*packed_expert_workspace(sizes), DEVICE))
     expert_bytes = (layers[0].gate_up.num_bytes + layers[0].down.num_bytes) / routing.num_experts

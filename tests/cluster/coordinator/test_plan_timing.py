@@ -59,7 +59,7 @@ class Device:
                 self.busy_s += took_s
                 results.append((free_s + self.receive_s, free_s - arrived_s, took_s * 1000))
                 steps.append(step)
-                self.timing.sent(now, self.step_time.predict(step) if expected else None)
+                self.timing.record_plan(now, self.step_time.predict(step) if expected else None)
                 num_sent += 1
                 continue
             result_s = results[0][0] if results else math.inf
@@ -73,7 +73,7 @@ class Device:
     def read(self, result: tuple[float, float, float], step: Step) -> None:
         """The coordinator has the oldest result."""
         now, elapsed_s, took_ms = result
-        self.timing.answered(now, elapsed_s)
+        self.timing.record_result(now, elapsed_s)
         self.step_time.observe(step, took_ms)
 
 
@@ -104,40 +104,40 @@ def test_plans_are_there_hardly_before_they_are_needed():
 
 def test_without_expectations_plans_leave_as_soon_as_there_is_room():
     timing = PlanTiming(2)
-    timing.sent(1.0, None)
+    timing.record_plan(1.0, None)
     assert timing.due_s() == -math.inf
-    timing.sent(1.0, None)
+    timing.record_plan(1.0, None)
     assert timing.due_s() == math.inf
 
 
 def test_an_idle_engines_plan_leaves_at_once_and_the_next_near_its_end():
     timing = PlanTiming(2)
     assert timing.due_s() == -math.inf
-    timing.sent(10.0, sure(5.0))
+    timing.record_plan(10.0, sure(5.0))
     assert timing.due_s() == pytest.approx(10.005 - FIRST_MARGIN_S)
 
 
 def test_what_is_not_known_for_sure_is_taken_to_end_early():
     """The estimate is one standard deviation early, because an idle device costs more than an early plan."""
     timing = PlanTiming(2)
-    timing.sent(10.0, Prediction(50.0, 0.3, 0.4))
+    timing.record_plan(10.0, Prediction(50.0, 0.3, 0.4))
     assert timing.due_s() == pytest.approx(10.0 + 0.050 * math.exp(-0.5) - FIRST_MARGIN_S)
 
 
 def test_a_plan_that_came_too_late_is_followed_by_earlier_ones():
     timing = PlanTiming(2)
-    timing.sent(0.0, sure(5.0))
-    timing.sent(timing.due_s(), sure(5.0))
-    timing.answered(0.0052, 0.005)
+    timing.record_plan(0.0, sure(5.0))
+    timing.record_plan(timing.due_s(), sure(5.0))
+    timing.record_result(0.0052, 0.005)
     margin_s = timing.margin_s
-    timing.answered(0.0112, 0.0055)  # rank 0 had it half a millisecond after the step before had ended
+    timing.record_result(0.0112, 0.0055)  # rank 0 had it half a millisecond after the step before had ended
     assert timing.margin_s > margin_s + 0.0005
 
 
 def test_a_step_that_ends_while_the_next_plan_is_held_makes_plans_earlier():
     timing = PlanTiming(2)
-    timing.sent(0.0, sure(50.0))
-    timing.answered(0.005, 0.005)
+    timing.record_plan(0.0, sure(50.0))
+    timing.record_result(0.005, 0.005)
     assert timing.margin_s > FIRST_MARGIN_S
 
 
@@ -145,10 +145,10 @@ def test_one_step_far_off_changes_little():
     device = Device(PlanTiming(2))
     device.run(100)
     margin_s = device.timing.margin_s
-    device.timing.sent(50.0, sure(5.0))
+    device.timing.record_plan(50.0, sure(5.0))
     before_s = device.timing.due_s()
-    device.timing.answered(50.9, 0.9)
-    device.timing.sent(51.0, sure(5.0))
+    device.timing.record_result(50.9, 0.9)
+    device.timing.record_plan(51.0, sure(5.0))
     assert device.timing.due_s() - 51.0 == pytest.approx(before_s - 50.0, abs=0.0011)
     assert device.timing.margin_s == margin_s
 
@@ -156,7 +156,7 @@ def test_one_step_far_off_changes_little():
 def test_other_ranks_start_anew():
     device = Device(PlanTiming(2), ratio=2.0, send_s=0.003)
     device.run(200)
-    device.timing.sent(99.0, sure(5.0))
+    device.timing.record_plan(99.0, sure(5.0))
     device.timing.reset()
     assert device.timing.due_s() == -math.inf
     assert device.timing.margin_s == FIRST_MARGIN_S

@@ -19,7 +19,7 @@ from aerie.workers.scheduling.commands.command_queue import CommandQueue
 def view(adapters: dict[str, str], changes: dict[str, AdapterChange], status: str = "ready") -> EngineView:
     found = EngineView()
     states = {name: AdapterState(path, 0) for name, path in adapters.items()}
-    found.heard(EngineState("e", status, adapters=states, adapter_changes=changes), 0.0)
+    found.update(EngineState("e", status, adapters=states, adapter_changes=changes), 0.0)
     return found
 
 
@@ -29,13 +29,13 @@ def test_the_newest_change_of_any_engine_is_repeated_for_those_that_lack_it() ->
     late = view({"a": "/a", "c": "/c"}, {"c": AdapterChange(3, "/c")})
     starting = view({}, {}, "starting")
     for each in (late, old, starting):
-        changes.heard(each)
+        changes.update(each)
     assert changes.loaded([old, late]) == {"a": "/a", "b": "/b"}
     assert changes.lacking([old, starting]) == []
     assert changes.lacking([old, late]) == [LoadLora("b", "/b", True, 5), UnloadLora("c", 7)]
     assert changes.loaded([]) == {"b": "/b"}, "also once all engines that had it are lost"
     ahead = view({}, {"b": AdapterChange(2**62, "")})
-    changes.heard(ahead)
+    changes.update(ahead)
     assert changes.stamped(LoadLora("b", "/x")) == LoadLora("b", "/x", stamp=2**62 + 1), "its clock was ahead"
 
 

@@ -32,7 +32,7 @@ class Told:
 
     def tell(self, now: float = 0.0, status: str = "ready", **fields: object) -> None:
         speed = {"prefill_tokens_per_s": 1000.0, "page_size": PAGE, "lookahead": 1, "num_slots": 8}
-        self.view.heard(EngineState(self.name, status, **(speed | fields)), now)  # type: ignore[arg-type]
+        self.view.update(EngineState(self.name, status, **(speed | fields)), now)  # type: ignore[arg-type]
 
 
 class Known:
@@ -113,7 +113,7 @@ def test_of_a_large_cache_some_pages_are_told() -> None:
 def test_what_was_sent_counts_until_the_engine_counts_it_itself() -> None:
     known = Known(2)
     a, first = known.views["a"], Prompt(tokens(0, 100), b"")
-    a.sent(first, 0.0)
+    a.record_request(first, 0.0)
     assert a.num_active == 1 and known.choice(tokens(500, 100)) == {"b"}
     known.engines["a"].tell(num_received=0, num_running=0)
     assert a.num_active == 1
@@ -124,7 +124,7 @@ def test_what_was_sent_counts_until_the_engine_counts_it_itself() -> None:
 def test_a_prompt_that_is_under_way_counts_as_cached_for_a_while() -> None:
     known = Known(2)
     prompt = tokens(0, 400)
-    known.views["b"].sent(Prompt(prompt, b""), 0.0)
+    known.views["b"].record_request(Prompt(prompt, b""), 0.0)
     known.engines["b"].tell(num_received=1)
     assert known.choice([*prompt[:-1], 7]) == {"b"}
     known.engines["b"].tell(now=PROMISE_S + 1, num_received=1)

@@ -23,7 +23,7 @@ from aerie.kernels.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
 from aerie.kernels.kv.stored_values import FP8  # noqa: E402
 from aerie.kernels.packed import experts_triton  # noqa: E402
 from aerie.kernels.packed.expert_tiles import packed_expert_workspace  # noqa: E402
-from aerie.kernels.packed.experts import PackedExpertWeights, raised  # noqa: E402
+from aerie.kernels.packed.experts import PackedExpertWeights, with_raised_scales  # noqa: E402
 from aerie.kernels.packed.weight import PackedWeight, pack  # noqa: E402
 from aerie.kernels.span import Span  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
@@ -224,7 +224,7 @@ def test_rows_of_few_bits(code: str, deterministic: bool) -> None:
     matrices = packed(code, 2 * width, size, gate_up), packed(code, size, width, down)
     weights = PackedExpertWeights(*matrices, activation=activation)
     workspace = Workspace.allocate(*packed_expert_workspace(weights.sizes(SLOTS)), DEVICE)
-    options, ready = GEMMOptions(workspace, deterministic), raised(weights)
+    options, ready = GEMMOptions(workspace, deterministic), with_raised_scales(weights)
 
     def products(rows: int) -> Tensor:
         mine = x[-rows:].to(DEVICE, torch.bfloat16)

@@ -26,7 +26,7 @@ from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS,
 pytestmark = MARKS
 DTYPE = torch.float16
 ERROR = 6e-4  # one rounding to 11 bits: 2^-12 of a value at most; gated products round four times
-CASES = (  # rows, places, rank, inputs, borders of parts, gated
+CASES = (  # rows, max_loras, rank, inputs, borders of parts, gated
     (1, 1, 16, 256, (0, 64, 128, 192), False),
     (7, 3, 16, 192, (0, 128, 192), False),
     (16, 4, 48, 512, (0, 64), False),
@@ -43,40 +43,40 @@ CASES = (  # rows, places, rank, inputs, borders of parts, gated
 
 
 class Layer:
-    """A random weight with tables. places: of the rows; every third one has none."""
+    """A random weight with tables. indices: adapters of the rows; every third row has none."""
 
-    def __init__(self, rows: int, places: int, rank: int, inputs: int, parts: tuple[int, ...]) -> None:
+    def __init__(self, rows: int, max_loras: int, rank: int, inputs: int, parts: tuple[int, ...]) -> None:
         self.parts, generator = parts, torch.Generator().manual_seed(rows)
         weight = torch.randn(parts[-1], inputs, generator=generator) / inputs**0.5
         self.weight = weight.to(DEVICE, DTYPE)
         self.gemm = SkinnyGEMM(self.weight, Workspace.create([(parts[-1], inputs)], DEVICE))
-        self.tables = lora_tables(places, rank, inputs, parts, parts[-1], DTYPE, DEVICE)
+        self.tables = lora_tables(max_loras, rank, inputs, parts, parts[-1], DTYPE, DEVICE)
         self.x = torch.randn(rows, 2 * inputs, generator=generator).to(DEVICE, DTYPE)[:, :inputs]
-        chosen = torch.randint(0, places, (rows,), generator=generator, dtype=torch.int32)
-        self.places = torch.where(torch.arange(rows) % 3 == 2, -1, chosen).to(DEVICE)
+        chosen = torch.randint(0, max_loras, (rows,), generator=generator, dtype=torch.int32)
+        self.indices = torch.where(torch.arange(rows) % 3 == 2, -1, chosen).to(DEVICE)
         self.counters = torch.zeros(8, 4, dtype=torch.int32, device=DEVICE)
 
     def multiply(self, gated: bool, bias: Tensor | None = None, number: int = 0) -> Tensor | None:
-        adapters = RowAdapters(self.tables, self.places, self.counters[number])
+        adapters = RowAdapters(self.tables, self.indices, self.counters[number])
         return self.gemm.multiply_adapted(self.x, bias, None, adapters, gated)
 
     def expected(self, bias: Tensor | None = None) -> Tensor:
         """In float64, before the gate."""
         x, y = self.x.double(), self.x.double() @ self.weight.double().T
         rank = self.tables.max_rank
-        for row, place in enumerate(self.places.tolist()):
+        for row, index in enumerate(self.indices.tolist()):
             for part, (first, end) in enumerate(zip(self.parts, self.parts[1:], strict=False)):
-                if place >= 0:
-                    inner = self.tables.down[place, rank * part : rank * part + rank].double() @ x[row]
-                    y[row, first:end] += self.tables.up[place, first:end].double() @ inner
+                if index >= 0:
+                    inner = self.tables.down[index, rank * part : rank * part + rank].double() @ x[row]
+                    y[row, first:end] += self.tables.up[index, first:end].double() @ inner
         return y if bias is None else y + bias.double()
 
 
-@pytest.mark.parametrize(("rows", "places", "rank", "inputs", "parts", "gated"), CASES)
+@pytest.mark.parametrize(("rows", "max_loras", "rank", "inputs", "parts", "gated"), CASES)
 def test_a_product_adds_each_rows_adapter(
-    rows: int, places: int, rank: int, inputs: int, parts: tuple[int, ...], gated: bool
+    rows: int, max_loras: int, rank: int, inputs: int, parts: tuple[int, ...], gated: bool
 ) -> None:
-    layer = Layer(rows, places, rank, inputs, parts)
+    layer = Layer(rows, max_loras, rank, inputs, parts)
     bias = None if gated or rows % 2 else torch.randn(parts[-1]).to(DEVICE, DTYPE)
     out, expected = layer.multiply(gated, bias), layer.expected(bias)
     assert out is not None
@@ -84,7 +84,7 @@ def test_a_product_adds_each_rows_adapter(
         expected = silu_mul.reference(expected)
     alone = layer.gemm.multiply_gated(layer.x) if gated else layer.gemm.multiply(layer.x, bias, None)
     assert float((out.double() - expected).norm() / expected.norm()) < ERROR * (2 if gated else 1)
-    assert torch.equal(out[layer.places < 0], alone[layer.places < 0]), "rows without an adapter"
+    assert torch.equal(out[layer.indices < 0], alone[layer.indices < 0]), "rows without an adapter"
     assert not torch.equal(out, alone) and int(layer.gemm.workspace.tickets.abs().sum()) == 0
     assert torch.equal(layer.multiply(gated, bias, 1), out), "equal inputs give equal bits"
 
@@ -120,7 +120,7 @@ def test_passes_share_counters_but_their_products_do_not(monkeypatch: pytest.Mon
 def test_rows_without_adapters_are_not_hurt_by_a_broken_one() -> None:
     layer = Layer(6, 2, 16, 128, (0, 64, 128))
     layer.tables.down[0] = torch.nan
-    layer.places = torch.tensor([-1, 0, 1, -1, 0, 1], dtype=torch.int32, device=DEVICE)
+    layer.indices = torch.tensor([-1, 0, 1, -1, 0, 1], dtype=torch.int32, device=DEVICE)
     out = layer.multiply(False)
     assert out is not None
     assert out.isnan().any(1).tolist() == [False, True, False, False, True, False]

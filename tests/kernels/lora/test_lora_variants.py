@@ -72,12 +72,12 @@ def variants_of(rows: int, inputs: int, parts: tuple[int, ...], rank: int, place
         tables = LoraTables(down, torch.empty(places, parts[-1], rank, dtype=torch.bfloat16), parts)
         x = torch.empty(rows, inputs, dtype=torch.bfloat16)
         y = torch.empty(rows, parts[-1], dtype=torch.bfloat16)
-        row_places = torch.empty(rows, dtype=torch.int32)
-        product_triton.add_lora(y, x, tables, row_places)
+        lora_indices = torch.empty(rows, dtype=torch.int32)
+        product_triton.add_lora(y, x, tables, lora_indices)
         if inputs % INPUT_STEP == 0:
             weight = torch.empty(parts[-1], inputs, dtype=torch.bfloat16)
             gemm = skinny_triton.SkinnyGEMM(weight, Workspace.allocate(0, 0, weight.device))
-            adapters = RowAdapters(tables, row_places, torch.empty(7, 4, dtype=torch.int32)[rows % 7])
+            adapters = RowAdapters(tables, lora_indices, torch.empty(7, 4, dtype=torch.int32)[rows % 7])
             for gated in (False, True):
                 gemm.multiply_adapted(x, None, None, adapters, gated)
     return found

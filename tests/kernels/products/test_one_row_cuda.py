@@ -16,7 +16,7 @@ from aerie.kernels.gemm.one_row_cuda import OneRowGEMM, one_row  # noqa: E402
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
 from aerie.kernels.packed.cuda.gated_mlp_cuda import packed_expert_products as by_cuda  # noqa: E402
 from aerie.kernels.packed.cuda.gated_mlp_tiles import one_row_tiles  # noqa: E402
-from aerie.kernels.packed.experts import PackedExpertWeights, packed_expert_products, raised  # noqa: E402
+from aerie.kernels.packed.experts import PackedExpertWeights, packed_expert_products, with_raised_scales  # noqa: E402
 from aerie.kernels.packed.weight import dequantize  # noqa: E402
 from aerie.kernels.span import Span  # noqa: E402
 from tests.kernels.products.test_packed_experts import matrix  # noqa: E402
@@ -106,7 +106,7 @@ def options_of(weights: PackedExpertWeights, slots: int) -> GEMMOptions:
 def check(x: Tensor, router: RouterLogits, weights: PackedExpertWeights, options: GEMMOptions) -> None:
     expected, size = meant(x, router, weights)
     out = torch.full_like(x, float("nan"))
-    by_cuda(x, router, raised(weights), options, out)
+    by_cuda(x, router, with_raised_scales(weights), options, out)
     # inner activations and the result are rounded to bfloat16, each inner number by its own sum's rounding
     bound = 2.0**-7 * size + 2.0**-8 * expected.abs() + 1e-3
     assert ((out.double() - expected).abs() <= bound).all()
@@ -128,7 +128,7 @@ def test_experts_of_one_row_are_those_of_float64(kind: str) -> None:
 def test_equal_rows_give_equal_bits_in_a_graph() -> None:
     """Many launches after one another, each of which begins before the one before has ended."""
     num, slots, size, width, activation, biased = KINDS["gpt-oss"]
-    weights = raised(experts_of(num, size, width, activation, biased))
+    weights = with_raised_scales(experts_of(num, size, width, activation, biased))
     options = options_of(weights, slots)
     x = torch.randn(1, size, device=DEVICE).bfloat16()
     routers = [
@@ -154,13 +154,13 @@ def test_experts_of_other_ranks_and_padding_rows_add_nothing() -> None:
         check(x, RouterLogits(logits, None, Routing(2 * num, slots, normalise=True)), held, options)
     live = TokenSlots(torch.tensor([15], device=DEVICE), 16)
     router = RouterLogits(torch.randn(1, num, device=DEVICE), None, Routing(num, slots, normalise=True), live)
-    assert not by_cuda(x, router, raised(weights), options, torch.full_like(x, float("nan"))).any()
+    assert not by_cuda(x, router, with_raised_scales(weights), options, torch.full_like(x, float("nan"))).any()
 
 
 def test_deterministic_engines_and_more_rows_use_other_kernels() -> None:
     """A row's result with deterministic tiles is that of any number of rows."""
     num, slots, size, width, activation, biased = KINDS["units of four chunks"]
-    weights = raised(experts_of(num, size, width, activation, biased))
+    weights = with_raised_scales(experts_of(num, size, width, activation, biased))
     options = replace(options_of(weights, slots), deterministic=True)
     x = torch.randn(3, size, device=DEVICE).bfloat16()
     logits = torch.randn(3, num, device=DEVICE)

@@ -14,7 +14,7 @@ from aerie.kernels.experts.route import RouterLogits, Routing  # noqa: E402
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
 from aerie.kernels.packed import experts_triton  # noqa: E402
 from aerie.kernels.packed.expert_tiles import PackedExpertTiles, PackedTiles, packed_expert_tiles, partial_sizes  # noqa: E402
-from aerie.kernels.packed.experts import PackedExpertWeights, raised  # noqa: E402
+from aerie.kernels.packed.experts import PackedExpertWeights, with_raised_scales  # noqa: E402
 from aerie.kernels.packed.weight import Code, PackedWeight, dequantize, pack  # noqa: E402
 from aerie.kernels.span import Span  # noqa: E402
 from aerie.workers.distributed.tp_group import TPGroup  # noqa: E402
@@ -116,7 +116,7 @@ def check(weights: PackedExpertWeights, rows: int, k: int = 2, live: int | None 
     router = RouterLogits(logits, None, Routing(num_experts, k, normalise=True))
     options = options_of(weights, rows, k)
     out = torch.full((rows, SIZE), float("nan"), dtype=OUT, device=DEVICE)
-    experts_triton.packed_expert_products(x, router, raised(weights), options, out)
+    experts_triton.packed_expert_products(x, router, with_raised_scales(weights), options, out)
     assert options.workspace is not None and not options.workspace.tickets.any()
     chosen, weight = router.choose()
     if weights.held is not None:
@@ -149,7 +149,7 @@ def test_experts_of_other_ranks_add_nothing(rows: int) -> None:
 @pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
 def test_a_row_of_many_depends_on_nothing_else(kind: str) -> None:
     """In one tile of 8 rows, or two."""
-    weights = raised(weights_of(kind, 3))
+    weights = with_raised_scales(weights_of(kind, 3))
     rows, k = 19, 2
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(rows, SIZE, generator=generator).to(DEVICE, torch.bfloat16)
@@ -185,7 +185,7 @@ def test_scales_that_would_overflow_are_refused() -> None:
     weights = weights_of("mxfp4", 1)
     large = replace(weights, down=replace(weights.down, scales=torch.full_like(weights.down.scales, 2.0**18)))
     with pytest.raises(ValueError, match=r"scales of 4-bit floats are 2\^17 or more"):
-        raised(large)
+        with_raised_scales(large)
 
 
 @pytest.mark.parametrize("rows", [2, 18])

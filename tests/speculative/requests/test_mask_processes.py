@@ -114,7 +114,7 @@ def test_answers_are_the_same_though_the_process_is_killed_again_and_again(
         num_steps += 1
         # while a mask is filled, which takes long on a busy machine, its request would be blamed
         if num_steps >= 4 and not bool((worker._grammars.masks.running >= 0).any()):
-            link.lost("killed by a test")
+            link.kill("killed by a test")
             num_steps = 0
         num_unfinished -= sum(output.finish_reason is not None for output in engine.step())
     assert [request.output for request in disturbed] == undisturbed

@@ -304,7 +304,7 @@ class Rank:
             if choice.random() < share:
                 graphed.capture_next(self.worker._group)
             else:
-                graphed._queue.failed(key)
+                graphed._queue.remove_failed(key)
 
     @property
     def longest(self) -> int:

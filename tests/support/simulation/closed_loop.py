@@ -109,7 +109,7 @@ def serve(groups: list[Clients], costs: CostTable, target_ms: float, seconds: fl
         if result_s <= clock.now:
             result = rank.results.popleft()[1]
             assert isinstance(result, StepResult), "no graph waits"
-            timing.answered(clock.now, result.elapsed_s)
+            timing.record_result(clock.now, result.elapsed_s)
             for output in scheduler.apply(result):
                 answer = running[output.request.request_id]
                 answer.times_s.append(clock.now)
@@ -128,5 +128,5 @@ def serve(groups: list[Clients], costs: CostTable, target_ms: float, seconds: fl
             plan = scheduler.schedule()
             if plan is None:
                 break
-            timing.sent(clock.now, scheduler.expected)
+            timing.record_plan(clock.now, scheduler.expected)
             rank.execute(plan, clock.now)

@@ -47,9 +47,9 @@ class SimulatedGraphs:
         if key is None:
             return None
         used = self._keys.fallback(key, self._captured)
-        self._queue.missed(key, self._keys.padding_rows(key, used))
+        self._queue.record_miss(key, self._keys.padding_rows(key, used))
         return None if used is None else (used.bucket, used.tokens)
 
     def _took(self, key: GraphKey) -> None:
-        self._queue.captured(key, CaptureCost(CAPTURE_MS / 1000, 0))
+        self._queue.remove_captured(key, CaptureCost(CAPTURE_MS / 1000, 0))
         self._captured.append(key)

@@ -424,7 +424,7 @@ def simulate(
             if isinstance(result, CommandAnswer):
                 scheduler.command_answered([result])
             else:
-                timing.answered(clock.now, result.elapsed_s)
+                timing.record_result(clock.now, result.elapsed_s)
                 _count(scheduler.apply(result), served, clock.now)
         plan_due_s = math.inf
         while scheduler.num_in_flight < 2:
@@ -438,7 +438,7 @@ def simulate(
                 if command is not None:
                     rank.carry_out(command, clock.now)
                 break
-            timing.sent(clock.now, scheduler.expected)
+            timing.record_plan(clock.now, scheduler.expected)
             rank.execute(plan, clock.now)
 
 

@@ -264,7 +264,7 @@ class Simulation:
         heapq.heappush(self._events, (at_s, next(self._counter), event))
 
     def _teller(self, name: str) -> Callable[[IngressLink, EngineState], None]:
-        return lambda ingress, state: self._views[ingress.name[0]][name].heard(state, self._clock.now)
+        return lambda ingress, state: self._views[ingress.name[0]][name].update(state, self._clock.now)
 
     def _tell(self, index: int) -> None:
         publisher = self._publishers[index]
@@ -278,7 +278,7 @@ class Simulation:
         tokens, num_answer = next(self._requests)
         prompt = Prompt(cast(Any, tokens), b"")
         name = self._policy(views, prompt, now, self._chance)
-        views[name].sent(prompt, now)
+        views[name].record_request(prompt, now)
         index = int(name)
         self._publishers[index].count_request(self._ingresses[ingress])
         self._engines[index].waiting.append(Request(client, tokens, num_answer, now))

@@ -60,7 +60,7 @@ def test_an_image_is_encoded_in_parts_beside_rounds() -> None:
 
     room, budget = planned(sequence)
     assert room == 0 and budget.ms_left == pytest.approx(1.0), "two layers"
-    assert chunks.sent([])[1] == (Encoding(SMALL, 2),)
+    assert chunks.finish_plan([])[1] == (Encoding(SMALL, 2),)
     room, _ = planned(other)
     assert chunks.room(other, 0, 2000, 4000) == 0, "a short text waits for its image"
     late = sequence_of(msgspec.structs.replace(OTHER, start=SHORT_TEXT + 1))
@@ -68,16 +68,16 @@ def test_an_image_is_encoded_in_parts_beside_rounds() -> None:
     assert chunks.room(late, 1, 2000, 4000) == 0
     room, budget = planned(sequence)
     assert room == 2000 and budget.ms_left == pytest.approx(1.0), "the rest, and the chunk in the same step"
-    assert chunks.sent([])[1] == (Encoding(msgspec.structs.replace(SMALL, data=b"")),)
+    assert chunks.finish_plan([])[1] == (Encoding(msgspec.structs.replace(SMALL, data=b"")),)
     assert planned(sequence)[1].ms_left == pytest.approx(5.0), "it is kept"
     planned(other)
-    assert chunks.sent([])[1] == (Encoding(OTHER, 2),)
+    assert chunks.finish_plan([])[1] == (Encoding(OTHER, 2),)
     planned(sequence_of(LARGE))
-    assert chunks.sent([])[1] == (Encoding(LARGE, 1),), "at least one layer"
+    assert chunks.finish_plan([])[1] == (Encoding(LARGE, 1),), "at least one layer"
     planned(other, beside=False)
-    assert chunks.sent([])[1] == (), "it was abandoned: a step without rounds encodes it whole"
+    assert chunks.finish_plan([])[1] == (), "it was abandoned: a step without rounds encodes it whole"
     planned(sequence_of(LARGE), beside=False)
-    assert chunks.sent([])[1] == (Encoding(msgspec.structs.replace(LARGE, data=b"")),), "the rest at once"
+    assert chunks.finish_plan([])[1] == (Encoding(msgspec.structs.replace(LARGE, data=b"")),), "the rest at once"
 
 
 def test_small_images_are_encoded_together_beside_rounds() -> None:
@@ -92,7 +92,7 @@ def test_small_images_are_encoded_together_beside_rounds() -> None:
         chunks.begin(is_mixed=True)
         chunks.encode(sequence, 0, StepBudget(4000, StepTime(costs, 4), StepRounds(), 5.0))
         assert chunks.room(sequence, 0, 2000, 4000) == expected
-        encodings.append(chunks.sent([])[1])
+        encodings.append(chunks.finish_plan([])[1])
     assert encodings == [tuple(map(Encoding, small[:2])), (Encoding(small[2]),)]
 
 
@@ -110,13 +110,13 @@ def test_chunks_end_beside_images_whose_tokens_see_later_ones() -> None:
 
 def test_pixels_are_sent_once_until_ranks_are_lost() -> None:
     sequence, chunks = sequence_of(SMALL, SECOND), ImageChunks(SIZES)
-    sent, _, encodes = chunks.sent([chunk_of(sequence, 0, 100), chunk_of(sequence, 100, 400)])
+    sent, _, encodes = chunks.finish_plan([chunk_of(sequence, 0, 100), chunk_of(sequence, 100, 400)])
     data = [[image.data for image in chunk.inputs.images] for chunk in sent if chunk.inputs is not None]
     assert encodes and data == [[b"a"], [b"", b"b"]]
-    sent, _, encodes = chunks.sent([chunk_of(sequence, 0, 900)])
+    sent, _, encodes = chunks.finish_plan([chunk_of(sequence, 0, 900)])
     assert not encodes and sent[0].inputs is not None
     assert [image.data for image in sent[0].inputs.images] == [b"", b""]
     chunks.begin()
     assert chunks.room(sequence, 0, 2000, 4000) == 2000, "kept images take no time"
     chunks.clear()
-    assert chunks.sent([chunk_of(sequence, 0, 900)])[2]
+    assert chunks.finish_plan([chunk_of(sequence, 0, 900)])[2]

@@ -48,8 +48,8 @@ def test_the_wait_is_charged_at_the_batch_that_will_run_and_not_at_the_last_one(
     scheduler.use_costs(COSTS)
     assert scheduler.admission.wait_s() == 0.0
     expected = scheduler.admission.expected
-    expected.ended(101, has_stopped=False)
-    expected.ran(Step(0, 1, 500), 1)
+    expected.record_answer(101, has_stopped=False)
+    expected.record_step(Step(0, 1, 500), 1)
     _submit(scheduler, 64, 10, 101)
     wait_s = scheduler.admission.wait_s()
     assert wait_s == pytest.approx(64 * 0.010 + 8 * 1.0, rel=0.15)
@@ -63,7 +63,7 @@ def test_pages_bound_the_batch() -> None:
     for num_pages in (10_000, 4 * 20):
         scheduler = _scheduler(clock, num_pages)
         scheduler.use_costs(COSTS)
-        scheduler.admission.expected.ended(100, has_stopped=False)
+        scheduler.admission.expected.record_answer(100, has_stopped=False)
         _submit(scheduler, 64, 200, 100)
         waits_s.append(scheduler.admission.wait_s())
     assert waits_s[1] is not None and waits_s[0] is not None and waits_s[1] > 1.2 * waits_s[0]
@@ -78,11 +78,11 @@ def test_answers_at_their_limit_show_only_that_they_would_be_longer() -> None:
         return float(np.mean([forecast.length(0, max_tokens, hazard) for hazard in hazards.tolist()]))
 
     assert mean(4096) < 400, "unknown ones are short, so that none is refused in error"
-    lengths.ended(1000, has_stopped=False)
+    lengths.record_answer(1000, has_stopped=False)
     assert mean(1000) > 900
     for _ in range(3):
         for num_tokens in range(1, 400):
-            lengths.ended(num_tokens, has_stopped=True)
+            lengths.record_answer(num_tokens, has_stopped=True)
     assert mean(4096) == pytest.approx(200, rel=0.15)
     assert lengths.forecast(none).length(300, 4096, 1.0) < 450, "those of 300 tokens have at most a hundred more"
     assert mean(4096, np.full(500, 390)) > 1.3 * 200, "five hundred that run have passed 390"

@@ -22,8 +22,8 @@ class TransferError(Exception):
 class Rendezvous:
     """Where the members of a group meet.
 
-    address, port: of the store that rank 0 opens; "": none, with `unique_id`.
-    size: of the group: the trainer and all ranks.
+    address, port: address of the store that rank 0 opens; "": none, with `unique_id`.
+    size: number of members: the trainer and all ranks.
     timeout_s: limit for joining, and for each broadcast.
     unique_id: NCCL's 128 bytes, which replace the store; b"": the store has them.
     """

@@ -42,9 +42,9 @@ class NCCLGroup:
         self._comm = ctypes.c_void_p()
         unique_id = _UniqueId.from_buffer_copy(self._unique_id(where))
         self._call("ncclCommInitRank", ctypes.byref(self._comm), where.size, unique_id, where.rank)
-        one = torch.zeros(1, device=device)
+        token = torch.zeros(1, device=device)
         torch.cuda.current_stream(device).synchronize()
-        self._run("ncclAllReduce", one, one, 1, _FLOAT32, _SUM)
+        self._run("ncclAllReduce", token, token, 1, _FLOAT32, _SUM)
 
     def _unique_id(self, where: Rendezvous) -> bytes:
         if where.unique_id:

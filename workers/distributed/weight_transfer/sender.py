@@ -23,7 +23,7 @@ class WeightSender:
     """Rank 0 of a group.
 
     world_size: the number of all engines' ranks (`/get_world_size`), plus one.
-    device: of the tensors; a GPU sends by NCCL.
+    device: device of the tensors; a GPU sends by NCCL.
     timeout_s: limit for all ranks to join, and for each broadcast.
     Blocks until all ranks have joined. Raises TransferError.
     """

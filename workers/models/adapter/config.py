@@ -64,7 +64,8 @@ class AdapterConfig(ModelConfig):
     experts_per_token: experts that routers choose for a row; 1 without experts.
     renamed, experts, parts, unused, prefixes: see `aerie.workers.models.adapter.names`.
     stacked: see `aerie.workers.models.adapter.names.stacked_experts_of`; empty if checkpoints have a tensor for each
-    expert. siblings: paths of linear layers with the same input (`aerie.workers.models.adapter.names`).
+        expert.
+    siblings: paths of linear layers with the same input (`aerie.workers.models.adapter.names`).
     layers: path of the list of layers that drafts can read (`aerie.workers.models.adapter.streams`); None if they
     cannot.
     """
@@ -178,7 +179,7 @@ def _read(text: str, source: str) -> AdapterConfig:
     return AdapterConfig(
         architecture=architecture_of(whole),
         hidden_size=hidden,
-        num_layers=size_of({"num_hidden_layers": len(calls)}, "num_hidden_layers", source, most=MAX_LAYERS),
+        num_layers=size_of({"num_hidden_layers": len(calls)}, "num_hidden_layers", source, max_value=MAX_LAYERS),
         num_heads=first.num_heads,
         num_kv_heads=first.num_kv_heads,
         head_dim=first.cached_dim,
@@ -263,7 +264,7 @@ def _max_position(config: PreTrainedConfig, source: str) -> int:
                 config, "original_max_position_embeddings", longest
             )
             longest = min(longest, int(original or longest))
-    return size_of({"max_position_embeddings": longest}, "max_position_embeddings", source, most=MAX_POSITIONS)
+    return size_of({"max_position_embeddings": longest}, "max_position_embeddings", source, max_value=MAX_POSITIONS)
 
 
 def style_of(plan: Mapping[str, str], path: str) -> str | None:

@@ -27,7 +27,10 @@ _APPLY_GATE = "_apply_gate"  # method of experts whose computation transformers'
 
 @dataclass(frozen=True)
 class NormMatch:
-    """kind: the class of Aerie that computes the same norm."""
+    """A norm of transformers that a class of Aerie computes.
+
+    kind: the class of Aerie that computes the same norm.
+    """
 
     kind: type[RMSNorm]
     size: int

@@ -71,7 +71,8 @@ class RouterNorm(FullPrecisionRMSNorm):
 class ExpertsBeside(nn.Module):
     """norm(experts(norm(x))) for the residual stream x before the MLP's norm. The router has a norm of its own.
 
-    width: intermediate size of an expert. whole: see `aerie.workers.layers.moe.MixtureOfExperts`.
+    width: intermediate size of an expert.
+    whole: see `aerie.workers.layers.moe.MixtureOfExperts`.
     """
 
     def __init__(

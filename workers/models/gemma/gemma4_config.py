@@ -103,8 +103,8 @@ class Gemma4Config(LlamaMoeConfig):
 
     def check_shards(self, tensor_parallel: int, source: str) -> None:
         for heads in dict.fromkeys(self.heads):
-            one = replace(self, heads=(), num_kv_heads=heads.num_kv_heads)
-            super(Gemma4Config, one).check_shards(tensor_parallel, source)
+            uniform = replace(self, heads=(), num_kv_heads=heads.num_kv_heads)
+            super(Gemma4Config, uniform).check_shards(tensor_parallel, source)
 
     def kv_groups(self, tensor_parallel: int, dtype: torch.dtype) -> tuple[LayerGroup, ...]:
         own = self.heads[: self.num_layers - self.num_shared]
@@ -130,7 +130,7 @@ def read_config(config: dict[str, Any], source: str) -> Gemma4Config:
     kinds = _kinds(config, dense.num_layers)
     windows = windows_of(config | {"layer_types": list(kinds)}, dense.num_layers, dense.max_position, source)
     heads = _heads(config, kinds, source)
-    num_shared = size_of(config, "num_kv_shared_layers", source, 0, least=0)
+    num_shared = size_of(config, "num_kv_shared_layers", source, 0, min_value=0)
     if not set(kinds).issubset(kinds[: dense.num_layers - num_shared]):
         raise ValueError(
             f"{source}: config.json: num_kv_shared_layers={num_shared}: leaves no layer of each kind with KV to share; "
@@ -146,7 +146,7 @@ def read_config(config: dict[str, Any], source: str) -> Gemma4Config:
         kinds=kinds,
         num_shared=num_shared,
         shared_width=twice * dense.intermediate_size,
-        input_size=size_of(config, "hidden_size_per_layer_input", source, 0, least=0),
+        input_size=size_of(config, "hidden_size_per_layer_input", source, 0, min_value=0),
         experts=_experts(config, dense.num_layers, source) if flag_of(config, "enable_moe_block", source) else None,
         activation=activation_of(config, source),
         within_images=config.get("use_bidirectional_attention") == "vision",
@@ -180,7 +180,7 @@ def _heads(config: dict[str, Any], kinds: tuple[str, ...], source: str) -> tuple
         heads.append(
             Heads(
                 num_kv_heads=size_of(sizes, "num_key_value_heads", source),
-                head_dim=size_of(sizes, "head_dim", source, least=2),
+                head_dim=size_of(sizes, "head_dim", source, min_value=2),
                 rope=rope[kind],
                 keys_as_values=k_eq_v and kind == FULL,
             )
@@ -190,7 +190,7 @@ def _heads(config: dict[str, Any], kinds: tuple[str, ...], source: str) -> tuple
 
 def _experts(config: dict[str, Any], num_layers: int, source: str) -> ExpertLayers:
     routing = Routing(
-        num_experts=size_of(config, "num_experts", source, most=MAX_EXPERTS),
+        num_experts=size_of(config, "num_experts", source, max_value=MAX_EXPERTS),
         experts_per_token=size_of(config, "top_k_experts", source),
         normalise=True,
         scales_experts=True,

@@ -30,8 +30,13 @@ _TYPES |= {27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0", 35: "TQ2_
 
 @dataclass(frozen=True)
 class FileTensor:
-    """shape: as in PyTorch, outputs first. type: a key of `PLAIN_TYPES` or `BLOCK_TYPES`. file: index in
-    `GgufFile.paths`. offset: of its first byte in the file."""
+    """A tensor as a GGUF file stores it.
+
+    shape: as in PyTorch, outputs first.
+    type: a key of `PLAIN_TYPES` or `BLOCK_TYPES`.
+    file: index in `GgufFile.paths`.
+    offset: offset of its first byte in the file.
+    """
 
     name: str
     shape: tuple[int, ...]

@@ -17,8 +17,12 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Location:
-    """folder: stands for the file. paths: of the file, or of its parts. tokenizer: files to copy instead of writing
-    the file's own tokenizer; none: its own."""
+    """A GGUF file and the folder that stands for it.
+
+    folder: stands for the file.
+    paths: paths of the file, or of its parts.
+    tokenizer: files to copy instead of writing the file's own tokenizer; none: its own.
+    """
 
     folder: Path
     paths: tuple[Path, ...]

@@ -20,7 +20,11 @@ _MXFP4 = "MXFP4"
 
 
 class Weights(msgspec.Struct, frozen=True):
-    """paths: absolute, of the files that `StoredTensor.source` numbers. sizes: in bytes."""
+    """The tensors of a model in GGUF files.
+
+    paths: absolute, of the files that `StoredTensor.source` numbers.
+    sizes: in bytes.
+    """
 
     paths: list[str]
     sizes: list[int]

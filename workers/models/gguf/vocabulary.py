@@ -41,7 +41,11 @@ _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "pad
 
 
 class Vocabulary:
-    """metadata: of the file. source: names it in errors."""
+    """A GGUF file's vocabulary.
+
+    metadata: the file's metadata.
+    source: names it in errors.
+    """
 
     def __init__(self, metadata: Mapping[str, Any], source: str) -> None:
         self._metadata, self._source = metadata, source

@@ -89,7 +89,9 @@ class Codes:
 
 @dataclass(frozen=True)
 class IntFormat:
-    """layout: layout of the tensors.
+    """How a checkpoint stores integer weights.
+
+    layout: layout of the tensors.
     bits: 4 or 8; int-quantized: 8.
     group: number of inputs that share a scale; None: all inputs of an output.
     symmetric: whether zeros are 8 or 128; compressed-tensors then stores none.

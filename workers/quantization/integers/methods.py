@@ -26,7 +26,10 @@ UNQUANTISED = ("lm_head", "shared_head.head", "eh_proj", "fc")
 
 @dataclass(frozen=True)
 class Awq(SchemeQuant):
-    """left: unquantised modules; see `contains`."""
+    """A checkpoint of AWQ.
+
+    left: unquantised modules; see `contains`.
+    """
 
     scheme: IntScheme
     left: tuple[str, ...]
@@ -68,7 +71,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class Gptq(SchemeQuant):
-    """rules: the first match applies.
+    """A checkpoint of GPTQ.
+
+    rules: the first match applies.
     only: quantised modules, see `contains`; empty: all but the head.
     quantises_head: whether the vocabulary head is quantised.
     """
@@ -162,7 +167,9 @@ _PLAIN_BITS = 16
 
 @dataclass(frozen=True)
 class AutoRound(SchemeQuant):
-    """modules: schemes of modules by name or pattern of the full name; None: not quantised.
+    """A checkpoint of AutoRound.
+
+    modules: schemes of modules by name or pattern of the full name; None: not quantised.
     blocks: prefixes of the names of quantised modules; empty: all but the head.
     """
 

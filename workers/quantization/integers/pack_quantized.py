@@ -34,7 +34,9 @@ _PRESETS: dict[str, dict[str, Any]] = {  # of compressed-tensors 0.20, compresse
 
 @dataclass(frozen=True)
 class PackQuantized(SchemeQuant):
-    """groups: targets and their scheme. Names have priority over patterns, and patterns over the class.
+    """A checkpoint of compressed-tensors with integer weights.
+
+    groups: targets and their scheme. Names have priority over patterns, and patterns over the class.
     ignored: unquantised modules.
     """
 

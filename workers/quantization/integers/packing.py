@@ -22,7 +22,9 @@ _STEP = 32  # blocks are multiples of it: `aerie.kernels.packed.weight.pack`
 
 @dataclass(frozen=True)
 class InputOrder:
-    """block: inputs that share a scale.
+    """The order of a matrix's inputs that makes its groups adjacent (`desc_act`).
+
+    block: inputs that share a scale.
     group_of_block: [blocks] int64 group of each block.
     gather: [blocks * block] int64 input of each position, 0 for padding; None: the order is unchanged.
     is_padding: [blocks * block] bool; None without padding.
@@ -152,7 +154,9 @@ _DEVIATION = {4: 4.61, 8: 73.9}  # standard deviation of uniformly distributed c
 
 
 class StoredInt(StoredMatrix):
-    """tensors: this rank's share, by kind; with a leading dimension for experts if `num_experts` is given.
+    """This rank's share of one integer matrix, as stored.
+
+    tensors: this rank's share, by kind; with a leading dimension for experts if `num_experts` is given.
 
     Scales stay in the checkpoint's dtype, which is known once they are loaded.
     """

@@ -35,7 +35,10 @@ from aerie.workers.quantization.quant_method import QuantMethod
 
 
 class SeparateParts(LinearMethod):
-    """methods: one per part of `shape`, each for a shape with that part alone."""
+    """A linear layer whose parts have different methods.
+
+    methods: one per part of `shape`, each for a shape with that part alone.
+    """
 
     def __init__(self, shape: LinearShape, methods: Sequence[LinearMethod]) -> None:
         super().__init__(shape)
@@ -138,6 +141,7 @@ class IntMatrix(PackedScheme):
         return {kind: torch.empty(share.shape(whole), dtype=share.dtype) for kind, share in shares}
 
     def copy(self, kind: str, part: Part, full: Tensor, out: Tensor) -> None:
+        """Copy this rank's part of a checkpoint's tensor to `out`. The part is widened to whole groups."""
         whole = self._whole_groups(part)
         out.copy_(self.layout.tensors(whole)[kind].cut(full, whole))
 
@@ -175,8 +179,8 @@ class UnorderedIntExperts(DenseExperts):
 
     def num_bytes(self, options: GEMMOptions) -> int:
         return sum(
-            self.shape.num_experts * one.out_features * one.in_features * self.dtype.itemsize
-            for one in (self.shape.gate_up, self.shape.down)
+            self.shape.num_experts * matrix.out_features * matrix.in_features * self.dtype.itemsize
+            for matrix in (self.shape.gate_up, self.shape.down)
         )
 
     def _of(self, part: Part) -> StoredInt:
@@ -202,14 +206,16 @@ class UnorderedIntExperts(DenseExperts):
             self.stored = nn.ModuleDict()
         super().finish(options)
 
-    def _dequantised(self, one: LinearShape) -> Tensor:
+    def _dequantised(self, matrix: LinearShape) -> Tensor:
         """Dequantise expert by expert, which bounds the scratch memory."""
-        device = next(self._of(one.parts[0]).parameters()).device
-        dense = torch.empty(self.shape.num_experts, one.out_features, one.in_features, dtype=self.dtype, device=device)
+        device = next(self._of(matrix.parts[0]).parameters()).device
+        dense = torch.empty(
+            self.shape.num_experts, matrix.out_features, matrix.in_features, dtype=self.dtype, device=device
+        )
         for expert, out in enumerate(dense):
-            stored = [self._of(part).matrix(expert) for part in one.parts]
-            packed = pack_parts(stored, one, self.layout)
-            out.copy_(torch.cat([part.dense(one.in_features, self.dtype) for part in packed]))
+            stored = [self._of(part).matrix(expert) for part in matrix.parts]
+            packed = pack_parts(stored, matrix, self.layout)
+            out.copy_(torch.cat([part.dense(matrix.in_features, self.dtype) for part in packed]))
         return dense
 
 

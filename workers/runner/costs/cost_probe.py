@@ -26,7 +26,7 @@ from aerie.workers.timer import Timer
 
 LIMIT_S = {"cuda": 2.0, "cpu": 0.6}  # time of all measurements
 GROWTH = {"cuda": 2, "cpu": 8}  # factor between measured batch sizes
-KV_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 12}  # of all requests in a step; enough to time their reads
+KV_TOKENS = {"cuda": 1 << 17, "cpu": 1 << 12}  # KV tokens of all requests in a step; enough to time their reads
 PASSES = 3  # maximum runs of a point; the fastest run counts
 _NEEDS = SamplingNeeds(random=True)  # the needs of most requests
 

@@ -61,7 +61,7 @@ class CaptureQueue:
         """Number of padding rows that the most missed graph has caused so far."""
         return max(self._missed.values(), default=0)
 
-    def missed(self, key: GraphKey, num_rows: int) -> None:
+    def record_miss(self, key: GraphKey, num_rows: int) -> None:
         """Add the padding rows of a step whose graph `key` is not captured. Ignored if `key` is not waiting."""
         if num_rows > 0 and key in self._rest:
             self._missed[key] = self._missed.get(key, 0) + num_rows
@@ -88,7 +88,7 @@ class CaptureQueue:
             return next(iter(self._first))
         return max(self._missed, key=self._missed.__getitem__) if self._missed else next(iter(self._rest), None)
 
-    def captured(self, key: GraphKey, cost: CaptureCost) -> None:
+    def remove_captured(self, key: GraphKey, cost: CaptureCost) -> None:
         """Remove the next graph, `key`, after its capture. cost: the maximum over the ranks."""
         queue = self._first if self._first else self._rest
         assert key in queue, "another graph was next"
@@ -100,9 +100,9 @@ class CaptureQueue:
             self._num_bytes += cost.num_bytes
             self._leave_out()
 
-    def failed(self, key: GraphKey) -> None:
+    def remove_failed(self, key: GraphKey) -> None:
         """Remove the next graph, `key`, which cannot be captured."""
-        self.captured(key, CaptureCost(0.0, 0))
+        self.remove_captured(key, CaptureCost(0.0, 0))
 
     def _leave_out(self) -> None:
         """Once the memory limit is reached, drop all graphs that it applies to."""

@@ -93,7 +93,7 @@ class GraphedDecoding:
         self._captured: dict[GraphKey, CapturedStep] = {}
         self._fallbacks: dict[GraphKey, GraphKey | None] = {}  # graph to use for a missing one; None: run eagerly
         self._queue = CaptureQueue((), (), GraphCapture())
-        self._capture_s = 0.0  # of all captures
+        self._capture_s = 0.0  # duration of all captures together
         self._warned: set[str] = set()
         self.report = CaptureReport({}, 0)
 
@@ -169,7 +169,7 @@ class GraphedDecoding:
         self._queue = CaptureQueue(wanted, first, allowance)
         while (key := self._queue.next_at_start()) is not None:
             rounds[key] = cost = self._capture_one(key, group, clock)
-            self._queue.captured(key, _max_over_ranks(cost, group, self._slots.device))
+            self._queue.remove_captured(key, _max_over_ranks(cost, group, self._slots.device))
             advance(len(rounds), max(len(rounds), len(wanted if first is None else first)))
         self.report = CaptureReport(rounds, len(wanted) - len(rounds))
         self._warn_of_left_out(group)
@@ -193,10 +193,10 @@ class GraphedDecoding:
             error = failure
         if on_any_rank(error is not None, group, self._slots.device):
             self._captured.pop(key, None)
-            self._queue.failed(key)
+            self._queue.remove_failed(key)
             self._warn_once(group, _FAILED, key, error or "another rank failed")
         else:
-            self._queue.captured(key, _max_over_ranks(cost, group, self._slots.device))
+            self._queue.remove_captured(key, _max_over_ranks(cost, group, self._slots.device))
         self._fallbacks.clear()
         self._warn_of_left_out(group)
 
@@ -235,7 +235,7 @@ class GraphedDecoding:
         if key not in self._fallbacks:
             self._fallbacks[key] = self._keys.fallback(key, self._captured)
         used = self._fallbacks[key]
-        self._queue.missed(key, self._keys.padding_rows(key, used))
+        self._queue.record_miss(key, self._keys.padding_rows(key, used))
         return None if used is None else self._captured[used]
 
     def _warn_once(self, group: TPGroup, message: str, *arguments: object) -> None:

@@ -39,7 +39,7 @@ def warm_up(worker: Worker, layout: EngineLayout, image: Image | None = None, de
     - a chunk that does not end its prompt (only once, because it does not sample);
     - a whole prompt and a round of every tree shape, greedy and random;
     - a whole prompt, and a prompt of one token, with filters, penalties and log-probabilities;
-    - with adapters, again the first and second, with the first place's adapter;
+    - with adapters, again the first and second, with the adapter at index 0;
     - a chunk of an image;
     - deterministic: `SPARSE_ROWS` prompts of one token, or tokens of as many prompts as there are slots.
 

@@ -12,7 +12,7 @@ from aerie.workers.layers.vocab import VocabEmbedding
 from aerie.workers.runner.weight_update import RunningModel
 from aerie.workers.scheduling.commands.command import SumWeights, WeightSums
 
-_PERIOD = 65521  # of the factors by position: a prime, so that swapped rows differ
+_PERIOD = 65521  # after which the factors by position repeat: a prime, so that swapped rows differ
 _STEP = 1 << 24  # bytes summed at once, as int64: eight times as much scratch
 
 
@@ -50,7 +50,7 @@ def tensors_of(model: nn.Module) -> list[tuple[str, Tensor]]:
 
 
 def checksum(tensor: Tensor) -> str:
-    """Return 16 hexadecimal digits: sums of the bytes, plain and by position, modulo 2**32."""
+    """Return 16 hexadecimal digits: the sum of the bytes, and their sum weighted by position, each modulo 2**32."""
     whole = as_bytes(tensor.detach().contiguous())
     plain = weighted = torch.zeros((), dtype=torch.int64, device=whole.device)
     for start in range(0, len(whole), _STEP):

@@ -17,7 +17,7 @@ from aerie.kernels.capability import Capability
 from aerie.workers.distributed.weight_transfer.wire import as_bytes
 
 SPARE_BYTES = 2 << 30  # left free on a device: steps allocate no more after their dry run
-PIECE_BYTES = 16 << 20  # of pinned memory at once; an allocation of this size takes about 10 ms
+PIECE_BYTES = 16 << 20  # pinned memory allocated at once; an allocation of this size takes about 10 ms
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class HostTensor:
 class ReceiveMemory:
     """A rank's memory for the tensors that it receives, in one transfer session after another.
 
-    device: of the running weights.
+    device: device of the running weights.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -70,7 +70,7 @@ class ReceiveMemory:
         if self._shares_host_memory:
             yield
             return
-        torch.cuda.set_device(self.device)  # of this thread
+        torch.cuda.set_device(self.device)  # applies to this thread only
         self._stream = self._stream or torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
             yield

@@ -42,7 +42,7 @@ IDLE_S = 600.0  # after which a session without a call ends: its trainer is lost
 class _Job:
     """Work in a thread. Read its results once the thread has ended.
 
-    deadline_s: of `time.monotonic`.
+    deadline_s: end of the session, by `time.monotonic`.
     joined: the group that it has joined, if that is the work.
     error: why it failed.
     """

@@ -10,7 +10,7 @@ from aerie.workers.models.weights import CheckpointTensor
 from aerie.workers.runner.transfer.receive_memory import HostTensor, ReceiveMemory
 from aerie.workers.runner.weight_update import RunningModel
 
-DRAFT_PREFIX = "draft."  # of a draft's tensors in a target's session, as NeMo-RL sends them
+DRAFT_PREFIX = "draft."  # prefix of a draft's tensors in a target's session, as NeMo-RL sends them
 _SOURCE = "the transfer"
 
 

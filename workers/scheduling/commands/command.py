@@ -92,9 +92,9 @@ class LoadedWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class OpenTransfer(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Join a trainer's group, in the background; ends an earlier one. -> `WeightTransfer`
 
-    address, port: of the trainer's store; "" and 0 with `unique_id`.
+    address, port: address of the trainer's store; "" and 0 with `unique_id`.
     rank: in the group, of the engine's rank 0; the trainer is rank 0 of the group.
-    size: of the group.
+    size: number of ranks in the group.
     packed, buffer_bytes: defaults of `ReceiveWeights`.
     timeout_s: limit for joining, and for each broadcast.
     unique_id: NCCL's; b"": the store has it.
@@ -123,7 +123,8 @@ class StartUpdate(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class ReceiveWeights(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Receive tensors beside the steps that follow. -> `WeightTransfer`
 
-    names, dtypes, shapes: of whole tensors, in the order in which they are sent; all empty: those of the last time.
+    names, dtypes, shapes: those of whole tensors, in the order in which they are sent; all empty: those of the last
+        time.
     packed: None: as the group was opened.
     """
 
@@ -169,7 +170,7 @@ class TransferState(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class LoadAdapter(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Start to read an adapter to host memory, beside the steps that follow. From `Adapters`. -> `RankAdapters`
 
-    number: of the adapter, from now on.
+    number: the adapter's number from now on.
     path: its folder, which every rank can read.
     """
 
@@ -217,8 +218,8 @@ class WeightSums(msgspec.Struct, frozen=True, array_like=True, tag=True):
 class ReadRoutedExperts(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """Read the experts that routers chose for the tokens of requests that have ended. -> `ExpertRecord`
 
-    pages: of each request, in order. No plan may have been made since they were freed.
-    num_tokens: of each request: those with KV.
+    pages: page ids of each request, in order. No plan may have been made since they were freed.
+    num_tokens: tokens with KV of each request.
     """
 
     extra_s: ClassVar[float] = 10.0

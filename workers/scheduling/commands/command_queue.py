@@ -108,7 +108,7 @@ class DraftCheck:
         self.is_open = False
         self.num_updates = 0
 
-    def updated(self, version: str) -> None:
+    def restart(self, version: str) -> None:
         """Start again after an update of weights. version: its name."""
         rounds, accepted = self._seen()
         self.num_updates += 1
@@ -181,7 +181,7 @@ class WeightVersions:
             self._slot_pages.weight_epoch += 1
             self.version = work.version or str(self.epoch)
             self.num_updates += 1
-        self.draft.updated(work.version or self.version)
+        self.draft.restart(work.version or self.version)
         result = answers[0].result
         assert isinstance(result, LoadedWeights)
         for model, source in work.sources.items():

@@ -45,7 +45,7 @@ class AnswerLengths:
         self._stops = np.zeros(len(_EDGES))
         self._tokens = np.zeros(len(_EDGES))
 
-    def ended(self, num_tokens: int, has_stopped: bool) -> None:
+    def record_answer(self, num_tokens: int, has_stopped: bool) -> None:
         """Count an answer. has_stopped: whether it ended by itself, not at its limit."""
         decay = 1.0 - 1.0 / MEMORY
         self._tokens = decay * self._tokens + _passed(np.array([num_tokens]))
@@ -114,17 +114,17 @@ class ExpectedWait:
         self._num_tokens = FIRST_ROUNDS * np.array(first)
         self._steps: StepForecast | None = None
         self._steps_for = (-math.inf, 0.0, 0.0, 0.0)  # time and arguments of `_steps`
-        self._at_s, self._num_waiting = -math.inf, 0  # of the last simulation
+        self._at_s, self._num_waiting = -math.inf, 0  # time and queue of the last simulation
         self._wait_s = self._s_per_request = 0.0
-        self._start_s: list[float] = [0.0]  # of groups of `_size` requests, from the first one on
+        self._start_s: list[float] = [0.0]  # start of each group of `_size` waiting requests
         self._size = 1
         self._work: dict[Tenant, TenantWork] = {}
 
-    def ended(self, num_tokens: int, has_stopped: bool) -> None:
+    def record_answer(self, num_tokens: int, has_stopped: bool) -> None:
         """Record the output length of a finished request. has_stopped: whether it ended before its limit."""
-        self._lengths.ended(num_tokens, has_stopped)
+        self._lengths.record_answer(num_tokens, has_stopped)
 
-    def ran(self, step: Step, num_tokens: int) -> None:
+    def record_step(self, step: Step, num_tokens: int) -> None:
         """Record a step with rounds, which emitted `num_tokens` tokens."""
         shape = step.shape
         if self._num_rounds[shape] > MAX_ROUNDS:

@@ -108,8 +108,8 @@ class RequestQueues:
         """Give a waiting request a slot and its cached prefix."""
         request = sequence.request
         self.waiting.remove(sequence)
-        self.tenants.chosen(sequence.tenant)
-        self.grammars.admitted(sequence)
+        self.tenants.record_start(sequence.tenant)
+        self.grammars.record_admission(sequence)
         adapter = sequence.adapter
         drafts = request.sampling.speculative and (adapter is None or adapter.draft.is_wanted())
         sequence.slot = self.slot_pages.take_slot(
@@ -260,5 +260,5 @@ class RequestQueues:
         sequence.request.state = RequestState.WAITING
         sequence.tenant_counter = None
         if sequence.tenant not in self.waiting.by_tenant():
-            self.tenants.returned(sequence.tenant)
+            self.tenants.record_return(sequence.tenant)
         self.waiting.add(sequence)

@@ -69,11 +69,11 @@ class Tenants:
         """Return a tenant's counter if it sent a request now. waits: whether it has others that wait."""
         return tenant.served if waits else max(tenant.served, self._last_chosen)
 
-    def returned(self, tenant: Tenant) -> None:
+    def record_return(self, tenant: Tenant) -> None:
         """Record that a tenant has a waiting request again."""
         tenant.served = self.counter(tenant, waits=False)
 
-    def chosen(self, tenant: Tenant) -> None:
+    def record_start(self, tenant: Tenant) -> None:
         """Record that a tenant's request begins."""
         self._last_chosen = max(self._last_chosen, tenant.served)
 

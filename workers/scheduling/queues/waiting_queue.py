@@ -142,7 +142,7 @@ class GrammarQueue:
             self._compiled.discard(number)
         return tuple(grammars)
 
-    def compiled(self, numbers: Iterable[int]) -> None:
+    def mark_compiled(self, numbers: Iterable[int]) -> None:
         """Record that the ranks have compiled these announced grammars."""
         self._compiled.update(numbers)
 
@@ -161,7 +161,7 @@ class GrammarQueue:
         else:
             self._ready_before_late.add(number)
 
-    def admitted(self, sequence: Sequence) -> None:
+    def record_admission(self, sequence: Sequence) -> None:
         """Record that a request has a slot."""
         self._awaiting_mask.discard(sequence.number)
 

@@ -78,7 +78,7 @@ class Acceptance:
         self._first = np.array(MATCH_CHANCES) if self._is_copied else np.full(len(exponents), FIRST_CHANCE)
         self._hits, self._trials = np.zeros((2, len(self._first), self._max_depth))
         self._num_slots = num_slots  # column of rounds of earlier requests, in arrays of num_slots + 1
-        self._numbers = np.full(num_slots + 1, -1, np.int64)  # of the requests in the slots
+        self._numbers = np.full(num_slots + 1, -1, np.int64)  # numbers of the requests in the slots
         self._own = np.zeros((3, num_slots + 1))  # decayed hits, trials and expected hits
         self._recent = np.zeros(3)  # the same over all requests, without `recent` in the expected hits
         # decayed nats and rounds: of requests, of all, and of those that each row's counts are from
@@ -92,7 +92,7 @@ class Acceptance:
         self._ended = np.array([information + squared * VARIANCE, information, squared])
         # shapes, slots, numbers, drafted, accepted, possible, nats
         self._reports: list[tuple[int, Ints, Ints, Ints, Int32s, Int32s, Floats]] = []
-        self._class = np.zeros(num_slots, np.int64)  # of the newest known match
+        self._class = np.zeros(num_slots, np.int64)  # class of the newest known match
         self._in_flight = np.zeros(num_slots, np.int64)  # NUM_LENGTHS if the round in flight verifies drafts, else 0
         self._evaluated = np.zeros(num_slots, np.int64)  # the class at the last `expected_tokens`
         self._estimate()
@@ -292,13 +292,13 @@ class Acceptance:
 
 
 def _offset(sums: Floats, prior: float) -> tuple[Floats, Floats]:
-    """Return the log odds of hits relative to the expected ones, and the information (Fisher) about them.
+    """Return log odds of the hits minus log odds of the expected hits, and the Fisher information of that difference.
 
     sums: [3, ...] hits, trials, expected hits.
-    prior: trials with the expected hits that are added.
+    prior: weight of the assumption that hits are as expected, in trials.
     """
     hits, trials, expected = sums
-    chance = np.where(trials > 0.0, expected / np.maximum(trials, MARGIN), 0.5)
+    chance = np.where(trials > 0.0, expected / np.maximum(trials, MARGIN), 0.5)  # MARGIN: no division by 0
     offset: Floats = _logits_of((hits + prior * chance) / (trials + prior)) - _logits_of(chance)
     return offset, trials * chance * (1.0 - chance)
 

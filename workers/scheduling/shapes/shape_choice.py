@@ -23,7 +23,7 @@ OLD_SHARE = 1 / 500  # the same for probes of shapes without recent results
 FIRST_CREDIT, MAX_CREDIT = 4.0, 9.0  # rounds; bounds what one probe may cost
 PAID_SHARE = 1 / 2  # share of the cost of a promising shape's first rounds that the credit must cover
 PROMISING_ABOVE = 1 / 40  # a shape is promising if its upper bound exceeds the best rate by this share
-MAX_PROBE_STEPS = 16  # of a promising shape
+MAX_PROBE_STEPS = 16  # maximum steps that a promising shape is probed
 PROBE_AGE = 128  # steps without results after which any shape is probed, if its credit covers its first rounds
 
 
@@ -38,7 +38,7 @@ class ShapeProbes:
         self._informs = [[other for other in every if acceptance.informs(shape, other)] for shape in every]
         self._last_step = np.full(len(shapes), -PROBE_AGE)  # that measured each shape's acceptance
         self._credit, self._old_credit = FIRST_CREDIT, 0.0
-        self._num_steps = self._min_steps = self._max_steps = 0  # of the current probe
+        self._num_steps = self._min_steps = self._max_steps = 0  # steps of the current probe: run, minimum, maximum
         self._is_free = self._is_old = False  # which rule started the probe
         # the first step of a probe only drafts its shape, if a step may verify another shape than it drafts
         self._timed_steps = FIRST_RESULTS + shapes.verifies_last_drafts

@@ -154,7 +154,13 @@ class RequestGrammar:
 
     def fill(self, rows: MaskRows, count: int, guide: GuideBlock | None, num_guided: int, texts: TokenTexts) -> bool:
         """Fill the masks of a tree of `count` nodes, and its guide. Return whether there is a guide. Raises as
-        `advanced_matcher` does, and StepClosedError."""
+        `advanced_matcher` does, and StepClosedError.
+
+        rows: masks of the nodes, written.
+        guide: written; None for an engine whose drafts need none.
+        num_guided: number of leading nodes that the guide covers.
+        texts: the vocabulary.
+        """
         self.verified, self.is_forced = ROOT, {}
         if self.root is not None and count == 1:
             rows.array[0] = self.root

@@ -28,7 +28,7 @@ TOKEN_LIMIT_S = 0.2  # CPU time for one token of an answer; the rank's process a
 WALK_LIMIT_S = 2.0  # CPU time for all sample answers
 MIN_TOKENS = 100  # minimum tokens of sample answers within this time
 WALK_TOKENS = 96  # per sample answer
-MAX_SHOWN_BYTES = 40  # of a sample answer, in an error
+MAX_SHOWN_BYTES = 40  # bytes of a sample answer that an error shows
 _REPEATED = (b"a", b" ", b"0", b"\n")
 
 
@@ -151,7 +151,8 @@ def _answer(
 ) -> Iterator[float]:
     """Generate one sample answer, and yield the CPU seconds of each token. Raises InvalidGrammarError.
 
-    texts: bytes of each token. lengths: [vocab] int32, their numbers; 0 for tokens to avoid.
+    texts: bytes of each token.
+    lengths: [vocab] int32, their numbers; 0 for tokens to avoid.
     prefer: a token to choose if it is allowed, else the shortest; None: always the longest.
     """
     import numpy as np

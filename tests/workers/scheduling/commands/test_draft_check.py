@@ -32,14 +32,14 @@ def test_a_dead_draft_is_named_after_few_rounds_and_until_the_next_update(
     accepted: int, every: int, needed: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     rounds = Rounds()
-    rounds.check.updated("step-1")
+    rounds.check.restart("step-1")
     rounds.run(needed - 1, accepted, every)
     assert not rounds.check.fault
     rounds.run(1)
     assert rounds.check.fault.startswith("since weights step-1") and rounds.check.fault in caplog.text
     rounds.run(500, 3)
     assert rounds.check.fault, "it is named until somebody has sent weights"
-    rounds.check.updated("step-2")
+    rounds.check.restart("step-2")
     rounds.run(HALF_ROUNDS, 2)
     assert not rounds.check.fault
 
@@ -47,10 +47,10 @@ def test_a_dead_draft_is_named_after_few_rounds_and_until_the_next_update(
 def test_a_draft_that_lost_half_of_its_acceptance_is_named() -> None:
     rounds = Rounds()
     rounds.run(HALF_ROUNDS, 2)
-    rounds.check.updated("a")
+    rounds.check.restart("a")
     rounds.run(HALF_ROUNDS, 1, 1)
     assert not rounds.check.fault, "just half"
-    rounds.check.updated("b")
+    rounds.check.restart("b")
     rounds.run(HALF_ROUNDS, 2, 5)
     assert "0.41 draft tokens each, 1.00 before" in rounds.check.fault
 
@@ -61,7 +61,7 @@ def test_a_poor_but_living_draft_is_not_named() -> None:
     draw = random.Random(1)
     rounds = Rounds()
     for number in range(200):
-        rounds.check.updated(str(number))
+        rounds.check.restart(str(number))
         for _ in range(HALF_ROUNDS):
             rounds.histogram[draw.random() < 0.5] += 1
             rounds.check.observe()

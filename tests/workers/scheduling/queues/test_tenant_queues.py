@@ -232,12 +232,12 @@ def test_two_tenants_never_preempt_each_other_in_turn() -> None:
 def test_counters_rise_to_the_last_chosen_when_a_tenant_returns() -> None:
     tenants = Tenants()
     first, second = tenants.of(Owner("a", 2.0)), tenants.of(Owner("b"))
-    tenants.returned(first)
+    tenants.record_return(first)
     first.charge(3000)
-    tenants.chosen(first)
+    tenants.record_start(first)
     first.charge(500)
     assert (first.served, second.served) == (1750.0, 0.0)
-    tenants.returned(second)
+    tenants.record_return(second)
     assert second.served == 1500.0 and tenants.of(Owner("c")).served == 1500.0
     assert tenants.counter(first, waits=False) == 1750.0
     assert tenants.of(Owner("a", 3.0)) is first and first.weight == 3.0
