@@ -17,10 +17,6 @@ from aerie.workers.device import no_garbage_collection
 from aerie.workers.vision.config import CHANNELS
 from aerie.workers.vision.encoders import Grid, ImageEncoder
 
-# Patches. An image is padded to the next size; steps of a quarter cost at most a fifth of the time. Larger images keep
-# the device busy for as long as the host needs to launch their operations.
-SIZES = (256, 384, 512, 640, 768, 1024, 1280, 1536, 2048, 2560, 3072, 3840, 4608, 5376, 6400)
-
 Recording = tuple[list[Callable[[], None]], Tensor]  # replays of a pass's parts in order, and its result
 Record = Callable[[Callable[[], Tensor], Iterable[nn.Module]], Recording]
 
@@ -68,16 +64,13 @@ class CapturedForward:
         patch_pixels: int,
         device: torch.device,
         record: Record,
-        fixed: bool = False,
     ) -> None:
-        """patch_pixels: of a channel. record: `record_parts`, or a stand-in. fixed: whether all images have
-        `max_patches`."""
+        """patch_pixels: of a channel. record: `record_parts`, or a stand-in."""
         self._encoder = encoder
         self._sizes: dict[int, _Size] = {}
         self._paused: _Pass | None = None
         square = 1, 2 * encoder.merge_size, 2 * encoder.merge_size  # of any grid the layout has these shapes
-        sizes = [max_patches] if fixed else [size for size in SIZES if size <= max_patches]
-        for size in sorted(sizes, reverse=True):  # the largest allocates
+        for size in sorted(encoder.captured_sizes(max_patches), reverse=True):  # the largest allocates
             layout = encoder.padded(square, size)
             if layout is None:
                 return

@@ -103,7 +103,7 @@ class VisionTower:
         if captures and Capability.of(device).captures_graphs:
             record = record_parts(torch.cuda.graph_pool_handle())
             pixels = config.patch_bytes // CHANNELS
-            self._captured = CapturedForward(self._encoder, sizes.max_patches, pixels, device, record, config.fixed)
+            self._captured = CapturedForward(self._encoder, sizes.max_patches, pixels, device, record)
         self._partial = b""  # digest of the image whose pass has not ended
 
     def advance(self, encoding: Encoding) -> None:

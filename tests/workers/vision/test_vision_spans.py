@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.attention import varlen
 
+from aerie.kernels.operation import OPERATIONS, Operation
 from aerie.workers.config import ModelSource
-from aerie.workers.vision import captured
+from aerie.workers.vision import encoders
 from aerie.workers.vision.captured import CapturedForward, Recording
 from aerie.workers.vision.config import vision_of
-from aerie.workers.vision.encoders import QwenEncoder, build_encoder
+from aerie.workers.vision.encoders import Grid, QwenEncoder, build_encoder
 from tests.support.targets.image_models import make_image_model
 
 GRIDS = [(1, 2, 2), (1, 6, 4), (1, 10, 8)]  # with windows of 4 patches a side, some of them smaller
@@ -92,7 +94,7 @@ def _stand_in(forward: Callable[[], Tensor], blocks: Iterable[nn.Module]) -> Rec
 
 def test_passes_of_a_few_sizes_have_the_same_embeddings(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Images smaller than a size and as large as one; while a pass is paused others run, and one is abandoned."""
-    monkeypatch.setattr(captured, "SIZES", (24, 40, 80, 96))
+    monkeypatch.setattr(encoders, "SIZES", (24, 40, 80, 96))
     encoder = case.encoder
     passes = CapturedForward(encoder, 80, case.patch_pixels, torch.device("cpu"), _stand_in)
     images = [(x, grid, len(x) // 4) for x, grid in zip(case.pixels, GRIDS, strict=True)]
@@ -125,18 +127,53 @@ def test_a_thin_image_has_as_many_windows_as_the_layout_holds(case: Case) -> Non
         assert all(int(v[-1]) == 80 and bool((v.diff() >= 0).all()) for k, v in layout.items() if k.startswith("cu_"))
 
 
-def test_passes_of_images_of_one_size_have_the_same_embeddings(tmp_path: Path) -> None:
-    """Gemma 3's, without padding."""
-    make_image_model(tmp_path, "gemma3")
+@pytest.mark.parametrize(
+    ("kind", "grids"), [("gemma3", [(1, 10, 10)]), ("gemma4", [(1, 21, 27), (1, 9, 63), (1, 30, 21), (1, 3, 3)])]
+)
+def test_passes_of_one_size_have_the_same_embeddings(tmp_path: Path, kind: str, grids: list[Grid]) -> None:
+    """Gemma 3's without padding, and Gemma 4's, whose pictures have nearly the same size."""
+    make_image_model(tmp_path, kind)
     config = vision_of(ModelSource(path=str(tmp_path)))
-    assert config is not None and config.fixed
-    encoder, side = build_encoder(config).eval(), int(config.max_patches**0.5)
-    pixels = torch.randn(config.max_patches, 3, config.patch_size**2)
+    assert config is not None
+    encoder, patch_pixels = build_encoder(config).eval(), config.patch_size**2
+    torch.manual_seed(1)
+    for name, tensor in (*encoder.named_parameters(), *encoder.named_buffers()):
+        if name.endswith(("std_bias", "std_scale", "position_embedding_table", "mm_input_projection_weight")):
+            torch.nn.init.normal_(tensor, 1.0, 0.5)
+    merged = config.merge_size**2
+    pixels = [torch.rand(rows * columns, 3, patch_pixels) for _, rows, columns in grids]
     with torch.inference_mode():
-        passes = CapturedForward(
-            encoder, config.max_patches, config.patch_size**2, torch.device("cpu"), _stand_in, fixed=True
-        )
-        expected = encoder(pixels, (1, side, side))
-        passes.start(pixels, (1, side, side), len(expected))
-        assert passes.advance(1) is None
-        torch.testing.assert_close(passes.advance(0), expected, rtol=1e-5, atol=1e-5)
+        passes = CapturedForward(encoder, config.max_patches, patch_pixels, torch.device("cpu"), _stand_in)
+        assert passes.covers(config.max_patches)
+        for x, grid in zip(pixels, grids, strict=True):
+            expected = encoder(x, grid)
+            assert len(expected) == len(x) // merged and expected.std() > 0.01
+            passes.start(x, grid, len(expected))
+            assert passes.advance(1) is None
+            torch.testing.assert_close(passes.advance(0), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "gemma3", "gemma4"])
+def test_captured_passes_ask_the_device_for_no_value(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of tensors without values, any such question is an error. A CUDA graph cannot contain one. References stand
+    for kernels for CPUs, which read memory."""
+    monkeypatch.setattr(Operation, "serving", lambda *_: ())
+    for each in OPERATIONS:
+        monkeypatch.setattr(each, "_by_device", {})
+    make_image_model(tmp_path, kind)
+    config = vision_of(ModelSource(path=str(tmp_path)))
+    assert config is not None
+    encoder = build_encoder(config).eval()
+    if isinstance(encoder, QwenEncoder):
+        encoder.fuse(in_one_launch=True)
+    size = encoder.captured_sizes(config.max_patches)[-1] if kind.startswith("gemma") else 96
+    layout = encoder.padded((1, 2 * encoder.merge_size, 2 * encoder.merge_size), size)
+    assert layout is not None
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode, torch.inference_mode():
+        inputs = {name: mode.from_tensor(tensor) for name, tensor in layout.items()}
+        out = encoder.forward_padded(torch.zeros(size, 3, config.patch_size**2), inputs)
+        with pytest.raises(DataDependentOutputException):
+            bool(out.any())
+    assert out.shape[1] == config.row_values
