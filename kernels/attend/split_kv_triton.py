@@ -23,6 +23,7 @@ from aerie.kernels.attend.tree_mask_triton import first_seen
 ITEM_FIELDS = tl.constexpr(8)  # six are used; with eight an item does not cross a 32-byte sector
 IDLE = tl.constexpr(-1)
 CHUNK = tl.constexpr(16)
+IDLE_AT_ONCE = tl.constexpr(512)
 SPANS = tl.constexpr(8)  # candidate spans: 1 to 2.75 times the minimum, with smaller steps between short ones
 SPANS_BLOCK = 64  # spans of a program of the fixed planner; the longest request must not choose the kernel
 
@@ -33,7 +34,7 @@ def _span(least, number):
 
 
 @triton.jit
-def _best_span(length, budget, min_span, TILE: tl.constexpr, MAX_SPLITS: tl.constexpr):
+def _best_span(length, budget, min_span, tile, MAX_SPLITS: tl.constexpr):
     """Return the candidate span with which all items end soonest if `budget` of them run at a time; among equals, the
     longest."""
     total = tl.sum(length, 0)
@@ -41,11 +42,11 @@ def _best_span(length, budget, min_span, TILE: tl.constexpr, MAX_SPLITS: tl.cons
     number = tl.arange(0, SPANS)
     span = _span(least, number)
     count = tl.minimum(tl.cdiv(length[:, None], span[None, :]), MAX_SPLITS)
-    even = tl.cdiv(tl.cdiv(length[:, None], tl.maximum(count, 1)), TILE) * TILE
+    even = tl.cdiv(tl.cdiv(length[:, None], tl.maximum(count, 1)), tile) * tile
     longest = tl.max(even, 0).to(tl.int64)
     waves = tl.cdiv(tl.sum(count, 0), budget)
     # Items start as soon as there is room, not in waves.
-    time = tl.minimum(waves * (longest + TILE), tl.cdiv(total, budget) + longest + TILE)
+    time = tl.minimum(waves * (longest + tile), tl.cdiv(total, budget) + longest + tile)
     best = tl.min(time * SPANS + SPANS - 1 - number, 0)
     return _span(least, SPANS - 1 - (best % SPANS).to(tl.int32))
 
@@ -69,13 +70,14 @@ def _store_requests(requests_ptr, request, first, count, present):
 
 
 @triton.jit
-def _store_idle(items_ptr, used, num_items, ITEMS: tl.constexpr):
-    """Mark items `used` .. num_items - 1, at most ITEMS, as idle."""
-    rest = tl.arange(0, ITEMS)
-    tl.store(items_ptr + rest * ITEM_FIELDS, rest * 0 + IDLE, mask=(rest >= used) & (rest < num_items))
+def _store_idle(items_ptr, used, num_items):
+    """Mark items `used` .. num_items - 1 as idle."""
+    for start in range(used, num_items, IDLE_AT_ONCE):
+        rest = start + tl.arange(0, IDLE_AT_ONCE)
+        tl.store(items_ptr + rest * ITEM_FIELDS, rest * 0 + IDLE, mask=rest < num_items)
 
 
-@triton.jit(do_not_specialize=["suffix_len", "num_requests", "budget", "min_span", "num_items"])
+@triton.jit(do_not_specialize=["suffix_len", "num_requests", "budget", "min_span", "num_items", "tile"])
 def _plan_items(
     prefix_ptr,
     items_ptr,
@@ -85,10 +87,9 @@ def _plan_items(
     budget,
     min_span,
     num_items,
-    TILE: tl.constexpr,
+    tile,
     MAX_SPLITS: tl.constexpr,
     REQUESTS: tl.constexpr,
-    ITEMS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
     """Cut each request into `count` items of equal length, a multiple of TILE and at least min_span, so that all
@@ -98,12 +99,12 @@ def _plan_items(
     length = tl.where(present, tl.load(prefix_ptr + request, mask=present, other=0) + suffix_len, 0)
     end = length
     if WINDOW:
-        origin = tl.maximum(length - suffix_len + 1 - WINDOW, 0) // TILE * TILE
+        origin = tl.maximum(length - suffix_len + 1 - WINDOW, 0) // tile * tile
         length -= origin
     # With spans of total / budget, rounding adds less than one item per request: at most budget + num_requests.
-    span = _best_span(length, budget, min_span, TILE, MAX_SPLITS)
+    span = _best_span(length, budget, min_span, tile, MAX_SPLITS)
     count = tl.minimum(tl.cdiv(length, span), MAX_SPLITS)
-    even = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), TILE) * TILE
+    even = tl.cdiv(tl.cdiv(length, tl.maximum(count, 1)), tile) * tile
     count = tl.cdiv(length, tl.maximum(even, 1))
     start = tl.cumsum(count, 0) - count
     partials = tl.where(count > 1, count, 0)
@@ -118,7 +119,7 @@ def _plan_items(
         high = tl.minimum(low + even[:, None], end[:, None])
         _store_items(item, request[:, None], low, high, first[:, None] + i, first[:, None], count[:, None], used)
     _store_requests(requests_ptr, request, first, count, present)
-    _store_idle(items_ptr, tl.sum(count, 0), num_items, ITEMS)
+    _store_idle(items_ptr, tl.sum(count, 0), num_items)
 
 
 @triton.jit(do_not_specialize=["suffix_len", "span", "each"])
@@ -153,7 +154,6 @@ def _plan_whole_spans(
     TILE: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     REQUESTS: tl.constexpr,
-    ITEMS: tl.constexpr,
     WINDOW: tl.constexpr,
     PATHS: tl.constexpr,
     LEADS: tl.constexpr,
@@ -191,7 +191,7 @@ def _plan_whole_spans(
         owner = tl.where(low < high, request[:, None], IDLE)
         _store_items(item, owner, low, high, first[:, None] + own, first[:, None], partials[:, None], used)
     _store_requests(requests_ptr, request, first, partials, present)
-    _store_idle(items_ptr, tl.sum(count, 0), num_items, ITEMS)
+    _store_idle(items_ptr, tl.sum(count, 0), num_items)
 
 
 @dataclass(frozen=True)
@@ -229,7 +229,8 @@ def plan_items(
     num_items = num_requests + budget
     items = torch.empty((num_items, ITEM_FIELDS.value), dtype=torch.int32, device=prefix_len.device)
     requests = torch.empty((num_requests, 2), dtype=torch.int32, device=prefix_len.device)
-    # REQUESTS and ITEMS are both computed from this power of two, because each pair of values compiles a kernel
+    # Each power of two has a kernel. The other arguments select none: steps without a graph have any number of
+    # requests, and with it other tiles and budgets.
     most_requests = triton.next_power_of_2(num_requests)
     _plan_items[(1,)](
         prefix_len,
@@ -240,10 +241,9 @@ def plan_items(
         max(budget, 1),
         min_span if budget else 1 << 24,  # longer than any request; 2.75 times as much fits in int32
         num_items,
-        TILE=tile,
+        tile,
         MAX_SPLITS=max_splits,
         REQUESTS=most_requests,
-        ITEMS=triton.next_power_of_2(most_requests + budget),
         WINDOW=window or 0,
         num_warps=plan_warps(most_requests),
     )
@@ -329,7 +329,6 @@ def plan_whole_spans(
         TILE=tile,
         MAX_SPLITS=max_splits,
         REQUESTS=most_requests,
-        ITEMS=triton.next_power_of_2(most_requests + budget),
         WINDOW=window or 0,
         PATHS=paths,
         LEADS=int(leads),
