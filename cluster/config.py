@@ -259,6 +259,8 @@ def _fields(section: type) -> dict[str, Any]:
 
 
 def _unknown_keys(values: Mapping[str, Any], section: type, prefix: str) -> Iterator[str]:
+    """Yield a message for each unknown key, also of nested sections. prefix: path of `values`, with a dot at its
+    end."""
     known = _fields(section)
     for key, value in values.items():
         if key not in known:

@@ -66,6 +66,7 @@ class ReuseRates:
         return rates[age_class(age)]
 
     def _estimate(self, group: Group) -> list[float]:
+        """Return, for each age, the chance of another use divided by the expected ticks until then."""
         uses, ticks = self._uses[group], self._ticks[group]
         mean = (sum(uses) + _PRIOR_USES) / (sum(ticks) + _PRIOR_TICKS)
         rates, is_used, lasts = [0.0] * NUM_AGES, 0.0, 0.0  # from the oldest age: chance of a use, expected ticks

@@ -177,13 +177,13 @@ class Coordinator:
         self._thread.start()
 
     def attach(
-        self, endpoints: Sequence[str], epoch: int, costs: CostTable | None = None, places: Sequence[str] = ()
+        self, endpoints: Sequence[str], epoch: int, costs: CostTable | None = None, locations: Sequence[str] = ()
     ) -> None:
         """Use a new worker group, whose ranks listen on `endpoints` (`RankChannel.endpoint`, by rank). costs: its step
-        times, if measured. places: locations of its ranks, for the operator.
+        times, if measured. locations: where its ranks run, for the operator.
 
         Raises ValueError for an endpoint that cannot be connected to."""
-        self._call(lambda: self._loop.attach(endpoints, epoch, costs, places))
+        self._call(lambda: self._loop.attach(endpoints, epoch, costs, locations))
 
     def detach(self, reason: str) -> None:
         """Detach a worker group that is lost or about to be killed. Its requests are resumed or ended, as

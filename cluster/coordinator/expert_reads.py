@@ -68,6 +68,8 @@ class ExpertReads:
             self._computed_again[name] = output
 
     def _read(self, waiting: Sequence[RequestOutput]) -> None:
+        """Ask the ranks for the routed experts of ended requests, whose pages they still have."""
+
         def answered(answers: Sequence[CommandAnswer]) -> None:
             if error := first_error(answers):
                 self._ready([_failed(output, f"{_LOST}: {error}") for output in waiting])

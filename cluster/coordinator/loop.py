@@ -109,10 +109,9 @@ class CoordinatorLoop:
         self._plan_due_s = math.inf  # when to send a delayed plan
 
     def run_once(self) -> None:
-        """Wait for an event, then do all work that is possible.
+        """Wait for an event, or until periodic work or a delayed plan is due; then do all work that is possible.
 
-        The next plan is sent before the last result's tokens, because ranks wait for it. The wait ends when periodic
-        work or a delayed plan is due."""
+        The next plan is sent before the last result's tokens, because ranks wait for it."""
         due_s = min(
             self._housekeeping_due_s, self._plan_due_s, self.streams.states.due_s, self._scheduler.adapters.due_s
         )
@@ -134,9 +133,10 @@ class CoordinatorLoop:
                 on_idle()
             self._on_idle.clear()
 
-    def attach(self, endpoints: Sequence[str], epoch: int, costs: CostTable | None, places: Sequence[str] = ()) -> None:
-        """Use a new worker group. costs: its step times, if measured. places: locations of its ranks, for the
-        operator."""
+    def attach(
+        self, endpoints: Sequence[str], epoch: int, costs: CostTable | None, locations: Sequence[str] = ()
+    ) -> None:
+        """Use a new worker group. See `aerie.cluster.coordinator.coordinator.Coordinator.attach`."""
         if self._worker_group is not None:
             self.detach("another worker group takes its place")
         self._scheduler.requeue_all(epoch)
@@ -153,7 +153,7 @@ class CoordinatorLoop:
             self._take_result,
             self._take_answers,
             self._worker_group_lost,
-            places,
+            locations,
         )
         self._scheduler.weights.restore()
         self._scheduler.adapters.on_lost = self.streams.adapter_lost

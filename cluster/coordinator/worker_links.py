@@ -31,7 +31,7 @@ class WorkerLinks:
     on_answers: called with the answers of all ranks to a command, by rank.
     on_lost: called at most once, with the reason, if a rank dies, is stopped, fails, hangs or stops reading; then the
         owner calls `close`.
-    places: location of each rank, for the reasons.
+    locations: where each rank runs, for the reasons.
     """
 
     def __init__(
@@ -45,10 +45,12 @@ class WorkerLinks:
         on_result: Callable[[StepResult], None],
         on_answers: Callable[[Sequence[CommandAnswer]], None],
         on_lost: Callable[[str], None],
-        places: Sequence[str] = (),
+        locations: Sequence[str] = (),
     ) -> None:
         self.epoch = epoch
-        self._names = [f"rank {rank}" + (f" ({places[rank]})" if places else "") for rank in range(len(endpoints))]
+        self._names = [
+            f"rank {rank}" + (f" ({locations[rank]})" if locations else "") for rank in range(len(endpoints))
+        ]
         self._reactor = reactor
         self._clock = clock
         self._on_result = on_result

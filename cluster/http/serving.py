@@ -172,6 +172,7 @@ class GenerationResponse(Response):
         )
 
     async def _respond(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Run the request within the limits of admission and tenant, and send the reply or the error."""
         try:
             size = len(self._request.choices), sum(map(len, self._request.prompts))
             with self._edge.admission.enter(*size, self._request.num_input_bytes), self._tenant.limits.enter(*size):

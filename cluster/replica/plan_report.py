@@ -52,9 +52,9 @@ def plan_lines(
     ]
 
 
-def rank_lines(places: Sequence[RankLocation], layout: EngineLayout) -> list[str]:
+def rank_lines(locations: Sequence[RankLocation], layout: EngineLayout) -> list[str]:
     """Return lines about each rank's node, device and memory, the KV cache and the kinds of round."""
-    rows = [[str(member.rank), member.address, str(member.pid), member.device] for member in places]
+    rows = [[str(member.rank), member.address, str(member.pid), member.device] for member in locations]
     page_size = layout.cache.page_size
     return [
         *_table([["rank", "node", "pid", "device"], *rows]),

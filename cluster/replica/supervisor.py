@@ -92,11 +92,11 @@ class EagleCoordinator:
         """Return the inbox for `connect_engine`; "" before `open`."""
         return "" if self._coordinator is None else self._coordinator.endpoint
 
-    async def attach(self, endpoints: list[str], epoch: int, costs: CostTable | None, places: list[str]) -> None:
+    async def attach(self, endpoints: list[str], epoch: int, costs: CostTable | None, locations: list[str]) -> None:
         """Use a new worker group. The loss of a previous one is no longer reported."""
         assert self._coordinator is not None
         self._worker_group_lost = asyncio.Queue()
-        self._coordinator.attach(endpoints, epoch, costs, places)
+        self._coordinator.attach(endpoints, epoch, costs, locations)
 
     async def detach(self, reason: str) -> None:
         assert self._coordinator is not None
@@ -289,15 +289,15 @@ class Supervisor:
                 await self._ask("open", worker_group.layout, self._last_stats, limit_s=60.0)
                 self._is_open = True
                 self._start_learner()
-            places = [member.process for member in worker_group.places]
-            attached = (worker_group.endpoints, worker_group.epoch, worker_group.costs, places)
+            locations = [member.process for member in worker_group.locations]
+            attached = (worker_group.endpoints, worker_group.epoch, worker_group.costs, locations)
             await self._ask("attach", *attached, limit_s=CALL_TIMEOUT_S)
         except BaseException:
             worker_group.kill()
             raise
         self._worker_group = self._former = worker_group
         if self._epoch == 1:
-            for line in rank_lines(worker_group.places, worker_group.layout):
+            for line in rank_lines(worker_group.locations, worker_group.layout):
                 self._report(line)
             if worker_group.costs is not None:
                 self._report(cost_line(worker_group.layout, worker_group.costs))
@@ -345,6 +345,7 @@ class Supervisor:
         self._drop_coordinator()
 
     def _drop_coordinator(self) -> None:
+        """Kill the coordinator, and the training beside it."""
         self._is_open = False
         if self._learner is not None:
             ray.kill(self._learner, no_restart=True)

@@ -67,7 +67,8 @@ class WorkerActor:
         self._log = RankLog(rank, time.time())
         self._become(rank)
 
-    def place(self) -> RankLocation:
+    def location(self) -> RankLocation:
+        """Return where this rank runs."""
         if self._attached is None:
             facts = RankFacts(os.getpid(), self._builder.device_name, visible_devices())
         else:
@@ -118,6 +119,7 @@ class WorkerActor:
         return run_worker_loop(self._executor, self._channel, idle_work=idle_work_of(self._plan.uses_gpus))
 
     def _become(self, rank: int, may_be_prestarted: bool = False) -> None:
+        """Take a rank: attach to the process that was started ahead for it, or prepare to build it here."""
         self._rank = rank
         use_logs(self._plan.log_format, f"rank {rank}")
         if may_be_prestarted:

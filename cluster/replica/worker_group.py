@@ -105,7 +105,7 @@ class WorkerGroup:
         self.epoch = epoch
         self.layout: EngineLayout
         self.costs: CostTable | None = former.costs if former is not None else None
-        self.places: list[RankLocation] = []
+        self.locations: list[RankLocation] = []
         self.endpoints: list[str] = []
         self._name = name
         self._done = "nothing"
@@ -141,7 +141,7 @@ class WorkerGroup:
         rank = next(r for r, run in enumerate(self._runs) if run in done)
         error = self._runs[rank].exception()
         reason = first_line(error) if error is not None else self._runs[rank].result()
-        return f"rank {rank} ({self.places[rank].process}): {reason}"
+        return f"rank {rank} ({self.locations[rank].process}): {reason}"
 
     def kill(self, hung: bool = True) -> None:
         """End every rank at once. hung: whether some ranks may not answer."""
@@ -149,7 +149,7 @@ class WorkerGroup:
             ray.kill(worker, no_restart=True)
         # ray.kill needs an answer of the process; a stopped one, or one stuck in a driver, gives none.
         own_node = ray.get_runtime_context().get_node_id()
-        for member in self.places if hung else ():
+        for member in self.locations if hung else ():
             if member.node_id == own_node:
                 _kill(member.pid)
             else:
@@ -160,16 +160,17 @@ class WorkerGroup:
             run.add_done_callback(_retrieve)
 
     async def _start(self) -> None:
+        """Place, build and connect all ranks."""
         await self._phase("placed, imported", self._place)
-        alone = all(member.node_id == self.places[0].node_id for member in self.places)
-        addresses = [LOOPBACK if alone else member.address for member in self.places]
+        alone = all(member.node_id == self.locations[0].node_id for member in self.locations)
+        addresses = [LOOPBACK if alone else member.address for member in self.locations]
         rendezvous = await self._workers[0].rendezvous.remote(addresses[0])
         per_rank = [(rendezvous, address, self._former) for address in addresses]
         self.layout, costs = (await self._phase("built", lambda: self._all("build", per_rank)))[0]
         self.costs = costs or self.costs
-        here = alone and self.places[0].node_id == ray.get_runtime_context().get_node_id()
+        here = alone and self.locations[0].node_id == ray.get_runtime_context().get_node_id()
         self.endpoints = await self._all(
-            "listen", [(self._transport(member, here), self._name, self.epoch) for member in self.places]
+            "listen", [(self._transport(member, here), self._name, self.epoch) for member in self.locations]
         )
         self._runs = [asyncio.ensure_future(awaited(worker.run.remote())) for worker in self._workers]
 
@@ -181,7 +182,7 @@ class WorkerGroup:
     def start_spares(self) -> Spares:
         """Start spare processes for the next group, each beside a rank of this one."""
         workers = [self._plan.start_worker(None, bundle) for bundle in self._bundles]
-        return Spares(workers, self._bundles, [member.visible_devices for member in self.places])
+        return Spares(workers, self._bundles, [member.visible_devices for member in self.locations])
 
     async def _place(self) -> None:
         """Start a worker for each rank, or take the spare ones, and learn their locations."""
@@ -193,12 +194,12 @@ class WorkerGroup:
             addresses = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
             self._bundles = order_ranks(nodes, self._plan.replica.rank.worker.tensor_parallel, addresses)
             self._workers = [self._plan.start_worker(rank, bundle) for rank, bundle in enumerate(self._bundles)]
-        self.places = await self._all("place")
-        if len({member.is_prestarted for member in self.places}) > 1:
+        self.locations = await self._all("location")
+        if len({member.is_prestarted for member in self.locations}) > 1:
             # ranks that were started ahead wait for each other, and one is missing
             self.kill(hung=False)
             self._workers = [self._plan.start_worker(rank, bundle) for rank, bundle in enumerate(self._bundles)]
-            self.places = await self._all("place")
+            self.locations = await self._all("location")
 
     async def _bundle_nodes(self) -> dict[int, str]:
         """Return the node of every bundle. Waits until each has one: after the loss of a node, Ray places its bundles
@@ -230,7 +231,7 @@ class WorkerGroup:
         for rank, call in enumerate(calls):
             if call in done and call.exception() is not None:
                 error = call.exception()
-                where = f" ({self.places[rank].process})" if self.places else ""
+                where = f" ({self.locations[rank].process})" if self.locations else ""
                 kind = StartRefusedError if is_refusal(error) else WorkerGroupError
                 raise kind(f"rank {rank}{where}, {method}: {first_line(error)}") from error
         return [call.result() for call in calls]

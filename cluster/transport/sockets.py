@@ -96,6 +96,7 @@ class Transport:
         return endpoint.decode().rstrip("\0")
 
     def _connect(self, socket: "zmq.Socket[bytes]", endpoint: str) -> None:
+        """Connect a socket to an ipc path, or to an encrypted tcp endpoint."""
         if endpoint.startswith("tcp://"):
             keys = self._keys()
             socket.curve_serverkey = keys.public

@@ -121,6 +121,7 @@ async def _cached(ask: Asker, more: dict[str, Any], question: Question) -> Sampl
 async def _answers(
     asked: Sequence[Question], at_once: int, how: Callable[[Question], Awaitable[Sample]], step: Callable[[], None]
 ) -> list[Sample]:
+    """Return the answers in the order of `asked`, with `at_once` requests at a time. step: called after each."""
     answers: dict[int, Sample] = {}
     left = iter(enumerate(asked))
 

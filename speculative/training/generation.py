@@ -190,6 +190,8 @@ class _GroupedDecoder:
         return logits
 
     def _run(self, tokens: Tensor, rows: slice) -> Tensor:
+        """Run tokens [rows, n], which follow `self.length` cached tokens, and return the last ones' logits [rows,
+        vocabulary]. rows: their rows in the cache."""
         base, padding, end = self.model.base_model, self.padding[rows].unsqueeze(1), self.length + tokens.shape[1]
         positions = torch.arange(end, device=tokens.device)
         own = positions[self.length :]

@@ -85,6 +85,7 @@ class HeadLearner:
         return sum(losses) / len(losses)
 
     def _step(self, batch: Batch) -> float:
+        """Train on one batch, and return its loss."""
         loss = self._head.batch_loss(self._head, self._target, self._vocabulary, batch, self._unrolling)
         self._optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]

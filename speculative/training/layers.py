@@ -219,6 +219,7 @@ class GraphedStep:
         return loss.clone()
 
     def _capture(self, inputs: dict[str, Tensor]) -> tuple[torch.cuda.CUDAGraph, dict[str, Tensor], Tensor]:
+        """Capture a step for inputs of these shapes. Return the graph, the tensors that it reads, and its loss."""
         static = {name: tensor.clone() for name, tensor in inputs.items()}
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())

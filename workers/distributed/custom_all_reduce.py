@@ -187,18 +187,18 @@ class Peer:
     torch_problem: str
 
 
-def why_not(places: Sequence[Peer], limits: dict[int, Limits]) -> str:
-    """Return why these ranks cannot map each other's memory; "" if they may try. places: in rank order."""
-    if len(places) not in limits:
-        return f"no measurements for {len(places)} ranks, only for {sorted(limits)}"
-    problems = [f"rank {rank}: {peer.torch_problem}" for rank, peer in enumerate(places) if peer.torch_problem]
+def why_not(peers: Sequence[Peer], limits: dict[int, Limits]) -> str:
+    """Return why these ranks cannot map each other's memory; "" if they may try. peers: in rank order."""
+    if len(peers) not in limits:
+        return f"no measurements for {len(peers)} ranks, only for {sorted(limits)}"
+    problems = [f"rank {rank}: {peer.torch_problem}" for rank, peer in enumerate(peers) if peer.torch_problem]
     if problems:
         return "; ".join(problems)
-    if len({peer.host for peer in places}) > 1:
-        return f"the ranks are on several hosts: {[peer.host for peer in places]}"
-    if len({peer.gpu for peer in places}) < len(places):
-        return f"ranks share a GPU: {[peer.gpu for peer in places]}"
-    fewest = min(peer.num_processors for peer in places)
+    if len({peer.host for peer in peers}) > 1:
+        return f"the ranks are on several hosts: {[peer.host for peer in peers]}"
+    if len({peer.gpu for peer in peers}) < len(peers):
+        return f"ranks share a GPU: {[peer.gpu for peer in peers]}"
+    fewest = min(peer.num_processors for peer in peers)
     if fewest < MAX_ROWS:
         return f"a GPU has {fewest} multiprocessors, at least {MAX_ROWS} are needed"
     return ""
@@ -209,8 +209,8 @@ def connect(
 ) -> CustomAllReduce | None:
     """Return this rank's part; None on all ranks if NCCL must be used, with the reason logged once. Collective over
     `group`, whose backend is NCCL and whose ranks use different devices."""
-    places: list[Peer] = gather_objects(_place(device), group)
-    reason = why_not(places, limits)
+    peers: list[Peer] = gather_objects(_own_peer(device), group)
+    reason = why_not(peers, limits)
     regions: list[Tensor] = []
     # Each step may fail on a single rank. So no step contains a collective, and all ranks exchange its outcome before
     # the next.
@@ -256,7 +256,7 @@ def _check_regions(
         raise RuntimeError(f"peer memory reads {seen} where the ranks wrote 1 to {size}")
 
 
-def _place(device: torch.device) -> Peer:
+def _own_peer(device: torch.device) -> Peer:
     properties = torch.cuda.get_device_properties(device)
     host = f"{socket.gethostname()} {boot_id()}"
     return Peer(host, str(properties.uuid), properties.multi_processor_count, _torch_problem())

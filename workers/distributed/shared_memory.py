@@ -100,6 +100,8 @@ class SharedMemory:
         return parts
 
     def _wait_for(self, rank: int) -> None:
+        """Wait until another rank has written its current piece: poll, then sleep, then also check that its process
+        runs."""
         words, index, piece = self._words, rank * _LINE, self._piece
         for _ in range(_LOOKS):
             if words[index] >= piece:
@@ -138,14 +140,14 @@ class Peer:
     problem: str
 
 
-def why_not(places: list[Peer]) -> str:
-    """Return why these ranks cannot share memory; "" if they may try. places: in rank order."""
-    if len(places) > _MAX_RANKS:
-        return f"there are {len(places)} ranks, more than {_MAX_RANKS}"
-    problems = [f"rank {rank}: {peer.problem}" for rank, peer in enumerate(places) if peer.problem]
+def why_not(peers: list[Peer]) -> str:
+    """Return why these ranks cannot share memory; "" if they may try. peers: in rank order."""
+    if len(peers) > _MAX_RANKS:
+        return f"there are {len(peers)} ranks, more than {_MAX_RANKS}"
+    problems = [f"rank {rank}: {peer.problem}" for rank, peer in enumerate(peers) if peer.problem]
     if problems:
         return "; ".join(problems)
-    if len({peer.machine for peer in places}) > 1:
+    if len({peer.machine for peer in peers}) > 1:
         return "the ranks are on several machines, or in several containers of one"
     return ""
 
@@ -158,12 +160,12 @@ def connect_shared_memory(group: dist.ProcessGroup, rank: int, size: int, wait_l
     if rank == 0 and not problem:
         descriptor = os.memfd_create("aerie-ranks", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, region_bytes(size))
-    places: list[Peer] = gather_objects(Peer("" if problem else _machine(), os.getpid(), descriptor, problem), group)
-    reason, shared = why_not(places), None
+    peers: list[Peer] = gather_objects(Peer("" if problem else _machine(), os.getpid(), descriptor, problem), group)
+    reason, shared = why_not(peers), None
     if not reason:
         failure = ""
         try:
-            shared = SharedMemory(rank, _mapped(places[0], size), [peer.pid for peer in places], wait_limit_s)
+            shared = SharedMemory(rank, _mapped(peers[0], size), [peer.pid for peer in peers], wait_limit_s)
         except OSError as error:  # /proc of another process may be inaccessible
             failure = f"rank {rank}: {error}"
         reason = problems_of_all(failure, group)
@@ -177,6 +179,7 @@ def connect_shared_memory(group: dist.ProcessGroup, rank: int, size: int, wait_l
 
 
 def _problem() -> str:
+    """Return why this machine cannot share memory between ranks; "" if it can."""
     if sys.platform != "linux":
         return f"it needs Linux, this is {sys.platform}"
     if platform.machine() != "x86_64":

@@ -143,6 +143,7 @@ def image_values(plan: StepPlan, tower: VisionTower | None) -> Tensor | None:
 
 
 def _inputs(columns: Mapping[str, Tensor], values: Tensor | None) -> RowInputs | None:
+    """Return the rows' inputs besides token ids; None without any."""
     if "embedded rows" not in columns and "chunk positions" not in columns and values is None:
         return None
     return RowInputs(

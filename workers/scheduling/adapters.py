@@ -217,6 +217,7 @@ class Adapters:
             self._commands.add(InspectAdapters(tuple(self._reading)), self._answered)
 
     def _answered(self, answers: Sequence[CommandAnswer]) -> None:
+        """End loads that all ranks have finished, and ask again later about the others."""
         if answers[0].rank < 0:
             return  # `fail_loads` ends all
         ended = [answer.result.ended if isinstance(answer.result, AdapterReads) else {} for answer in answers]

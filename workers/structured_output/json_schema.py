@@ -46,6 +46,8 @@ class _Alternatives:
         self.leaves = [(i, leaf) for i, branch in enumerate(branches) for leaf in self._leaves(branch, path, ())]
 
     def _leaves(self, schema: Any, path: str, outer: tuple[str, ...]) -> Iterator[Schema]:
+        """Yield the alternatives of a schema without unions. {}: anything. outer: locations of the enclosing
+        references, to find recursion."""
         path, schema = self._references.followed(schema, path)
         self._num_parts += 1
         if path in outer or self._num_parts > MAX_ALTERNATIVES or not isinstance(schema, dict):
@@ -200,6 +202,7 @@ class _Writer:
         return self._typed(schema, path, depth, more)
 
     def _reference(self, schema: Schema, path: str, more: frozenset[str]) -> Schema:
+        """Return a reference to a definition, which is rewritten later, once for each `more`."""
         check_alone(schema, "$ref", path, allowed=())
         location, target = self._references.followed(schema, path)
         if location == "#" and not more:

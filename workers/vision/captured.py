@@ -113,6 +113,7 @@ class CapturedForward:
         self._paused = None
 
     def _begun(self, pixels: Tensor, grid: Grid, num_tokens: int) -> _Pass:
+        """Finish the paused pass, and copy the inputs of the next one to the smallest captured size that fits."""
         if self._paused is not None:
             self._paused.replay(len(self._paused.size.parts))
         number = min(size for size in self._sizes if size >= len(pixels))

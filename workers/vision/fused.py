@@ -30,6 +30,7 @@ def fuse(tower: Any, in_one_launch: bool) -> None:
 
 
 def _fuse_parts(parent: nn.Module, activation: Callable[[Tensor], Tensor] | None, in_one_launch: bool) -> None:
+    """Replace the norms, MLPs and attention of `parent` by fused ones."""
     for name, module in parent.named_children():
         kind = type(module).__name__
         if kind.endswith("RMSNorm"):

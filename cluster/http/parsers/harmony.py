@@ -78,6 +78,7 @@ class HarmonyParser:
         return ReplyDelta(content, reasoning, deltas, "tool_calls" if ended else piece.finish)
 
     def _take_text(self, text: str) -> None:
+        """Add text to the header, or show it. If it cannot be a header, it is the answer's text."""
         if self._head is None:
             self._show(text)
             return

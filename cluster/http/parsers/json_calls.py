@@ -114,6 +114,7 @@ class Arguments:
         return self.is_complete
 
     def _text(self, quote: str) -> Reading[bool]:
+        """Read arguments that are a JSON string with the object's text in it."""
         inner = Source()
         inner.record()
         arguments = Arguments(inner, self._write)

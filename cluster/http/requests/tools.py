@@ -83,6 +83,7 @@ def content_format(parser: OutputParserName, grammar: Grammar) -> dict[str, Any]
 
 
 def _tag(syntax: CallSyntax, tool: Tool, forced: bool) -> dict[str, Any]:
+    """Return the structural tag of one tool's calls. forced: the model must call a tool, so that its schema applies."""
     function = tool.function
     schema: Any = NO_PARAMETERS if function.parameters is None else function.parameters
     arguments = schema if forced or function.strict else True

@@ -127,6 +127,7 @@ def _conversation(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def _assistant(
     message: Mapping[str, Any], content: str, calls: Sequence[Mapping[str, Any]], reasons: bool
 ) -> Iterator[str]:
+    """Yield an assistant's turn: reasoning if `reasons`, text, and each call."""
     reasoning = message.get("reasoning_content") or ""
     if reasoning and reasons:
         yield _message("assistant<|channel|>analysis", reasoning)

@@ -146,7 +146,7 @@ def test_a_stopped_rank_is_noticed_idle_or_at_work_and_a_busy_one_is_not(make_be
     monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 500)
     bed = make_bed()
     endpoint = rank_process.stdout.readline().strip()
-    bed.coordinator.attach([endpoint], 1, places=["pid 7 on node 10.0.0.1"])
+    bed.coordinator.attach([endpoint], 1, locations=["pid 7 on node 10.0.0.1"])
     bed.generate("q", max_tokens=2)  # two steps that answer nothing for a second
     assert bed.ingress.read_end("q").finish == "length"
     assert not bed.lost

@@ -170,7 +170,7 @@ def connects_over_gloo(rank: int, size: int, address: str, failing: str) -> tupl
         return run
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(custom_all_reduce, "_place", lambda device: place(gpu=str(rank)))
+        patch.setattr(custom_all_reduce, "_own_peer", lambda device: place(gpu=str(rank)))
         for name in ("_map_regions", "_sign_region", "_check_regions"):
             patch.setattr(custom_all_reduce, name, step(name))
         peers = custom_all_reduce.connect(group, rank, size, torch.device("cpu"), {2: Limits(64, 64)})

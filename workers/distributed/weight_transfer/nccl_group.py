@@ -47,6 +47,7 @@ class NCCLGroup:
         self._run("ncclAllReduce", token, token, 1, _FLOAT32, _SUM)
 
     def _unique_id(self, where: Rendezvous) -> bytes:
+        """Return NCCL's id of the group: the given one, or the trainer's (rank 0), through the store."""
         if where.unique_id:
             return where.unique_id
         self._store = open_store(where)

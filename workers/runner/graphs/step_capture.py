@@ -93,6 +93,7 @@ class CudaRecorder:
                 missing.make()
 
     def _capture(self, graph: torch.cuda.CUDAGraph, function: Callable[[], T], pool: Any) -> T:
+        """Capture `function` in a graph, and return its result. An exception ends the capture and is raised again."""
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream), no_garbage_collection():
             # thread_local: NCCL's watchdog thread queries events while this thread captures

@@ -177,6 +177,7 @@ class WeightVersions:
         self._commands.add(work, answered)
 
     def _succeeded(self, work: LoadWeights, answers: Sequence[CommandAnswer]) -> None:
+        """Record an update of weights, and from where new ranks can restore them."""
         if not work.is_learned:
             self._slot_pages.weight_epoch += 1
             self.version = work.version or str(self.epoch)

@@ -93,6 +93,8 @@ class WaitingQueue:
                 self._count(sequence, 1, len(sequence.tokens) - sequence.num_cached)
 
     def _count(self, sequence: Sequence, sign: int, backlog: int) -> None:
+        """Add a request to the load, or remove it with sign -1. backlog: prompt tokens to compute for it, with the
+        sign."""
         load = self.load
         if sign > 0:
             self._backlog[sequence.number] = backlog
