@@ -93,14 +93,16 @@ def summing_programs(programs: int, max_loras: int) -> int:
 
 
 def up_columns(tiles: SkinnyGemmTiles, rank: int, max_loras: int) -> int:
-    """Return the columns of B that a program reads at once for each row; 0: the tensor core
-    multiplies by the matrices of all adapters that the rows have, which is faster for many rows or columns unless these
-    are many.
+    """Return the columns of B that a program reads at once for each row; 0: the tensor core multiplies by the matrices
+    of all adapters that the rows have.
+
+    The tensor core is faster for more than 16 rows or columns, unless the rows may have many adapters: with one or four
+    adapters of rank 16, the four products of a layer of Llama-8B take 130 us for 32 rows instead of 136 (H200).
 
     rank: maximum rank of the tables.
     max_loras: number of adapters that the tables hold.
     """
-    if tiles.block_m > 32 or (rank > 16 and max_loras <= 8):
+    if tiles.block_m > 32 or (max_loras <= 8 and max(rank, tiles.block_m) > 16):
         return 0
     return min(16, (1 << 14) // (tiles.block_m * tiles.block_n))
 
