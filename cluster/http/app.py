@@ -231,8 +231,12 @@ def build_app(
         answer = answering(endpoint, edge.admission, config)
         # Starlette's route: FastAPI's would look for parameters and dependencies in every request.
         app.router.routes.append(Route(endpoint.path, answer, methods=[endpoint.method]))
+    app.router.routes += [*page_routes(), *_document_routes(endpoints)]
+    return app
 
-    app.router.routes.extend(page_routes())
+
+def _document_routes(endpoints: Sequence[Endpoint]) -> list[Route]:
+    """Return the routes of the description of `endpoints`, which is made at its first use."""
 
     @functools.cache
     def document(root_path: str) -> bytes:
@@ -244,8 +248,7 @@ def build_app(
     async def docs(http: Request) -> Response:
         return HTMLResponse(docs_page(msgspec.json.decode(document(""))))
 
-    app.router.routes += [Route("/openapi.json", openapi), Route("/docs", docs)]
-    return app
+    return [Route("/openapi.json", openapi), Route("/docs", docs)]
 
 
 async def _answer_api_error(http: Request, error: Exception) -> Response:

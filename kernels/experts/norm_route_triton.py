@@ -124,12 +124,7 @@ def norm_route(
     assert workspace is not None
     size, routing, device = x.shape[1], router.routing, x.device
     slots = routing.experts_per_token + router.num_shared
-    routed = Routed(
-        torch.empty((1, slots), dtype=torch.int32, device=device),
-        torch.empty((1, slots), dtype=torch.float32, device=device),
-        torch.empty(slots, dtype=torch.int32, device=device),
-        torch.empty(1, dtype=torch.int32, device=device),
-    )
+    routed = Routed.empty(1, slots, slots, device)
     stream, normed = torch.empty_like(residual), torch.empty_like(x)
     parts, block_n = triton.cdiv(size, _SPAN), min(_OUTPUTS, triton.next_power_of_2(routing.num_logits))
     _norm_route[(triton.cdiv(routing.num_logits, block_n), parts)](

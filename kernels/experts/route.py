@@ -156,6 +156,16 @@ class Routed:
     rank: Tensor | None = None
     count: Tensor | None = None
 
+    @staticmethod
+    def empty(rows: int, slots: int, most: int, device: torch.device) -> "Routed":
+        """Return uninitialised choices of `slots` experts per row, with a list of `most` used ones; 0: no list."""
+        chosen = torch.empty((rows, slots), dtype=torch.int32, device=device)
+        weight = torch.empty((rows, slots), dtype=torch.float32, device=device)
+        if most == 0:
+            return Routed(chosen, weight)
+        used, num_used = (torch.empty(size, dtype=torch.int32, device=device) for size in (most, 1))
+        return Routed(chosen, weight, used, num_used)
+
     def reset_count(self) -> None:
         """Zero `count`, if no kernel will sort the rows. Otherwise the next launch would continue counting from it, and
         its ranks would be out of bounds."""

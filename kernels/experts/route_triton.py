@@ -59,45 +59,11 @@ def _route(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     route_row(
-        tl.program_id(0),
-        logit_ptr,
-        bias_ptr,
-        expert_scale_ptr,
-        token_slot_ptr,
-        chosen_ptr,
-        weight_ptr,
-        used_ptr,
-        num_used_ptr,
-        ticket_ptr,
-        rank_ptr,
-        count_ptr,
-        rows,
-        most,
-        first_slot,
-        scale,
-        PARTS,
-        EXPERTS,
-        WIDTH,
-        GATED,
-        FIRST,
-        HELD,
-        K,
-        SHARED,
-        GROUPS,
-        GROUPS_PADDED,
-        SIZE_PADDED,
-        BEST_GROUPS,
-        BEST_OF_GROUP,
-        SOFTMAX,
-        NORMALISE,
-        HAS_BIAS,
-        SCALES_EXPERTS,
-        HAS_LIVE,
-        SLOTS_PADDED,
-        LIST,
-        ROWS_PADDED,
-        BINS,
-    )
+        tl.program_id(0), logit_ptr, bias_ptr, expert_scale_ptr, token_slot_ptr, chosen_ptr, weight_ptr, used_ptr,
+        num_used_ptr, ticket_ptr, rank_ptr, count_ptr, rows, most, first_slot, scale, PARTS, EXPERTS, WIDTH, GATED,
+        FIRST, HELD, K, SHARED, GROUPS, GROUPS_PADDED, SIZE_PADDED, BEST_GROUPS, BEST_OF_GROUP, SOFTMAX, NORMALISE,
+        HAS_BIAS, SCALES_EXPERTS, HAS_LIVE, SLOTS_PADDED, LIST, ROWS_PADDED, BINS,
+    )  # fmt: skip
 
 
 def route(
@@ -125,32 +91,21 @@ def route(
     rows, experts = logits.shape[-2], routing.num_experts
     assert logits.is_contiguous() and logits.dtype == torch.float32 and logits.shape[-1] == routing.num_logits
     assert live is None or (live.slots.is_contiguous() and live.slots.shape == (rows,))
-    slots, listed = routing.experts_per_token + num_shared, list_used and rows <= MAX_LISTED
-    chosen = torch.empty((rows, slots), dtype=torch.int32, device=logits.device)
-    weight = torch.empty((rows, slots), dtype=torch.float32, device=logits.device)
-    held = held or Span.whole(experts)
+    held, listed = held or Span.whole(experts), list_used and rows <= MAX_LISTED
     assert held.total == experts
     most = min(held.size, rows * routing.experts_per_token) + num_shared
-    used = num_used = rank = count = None
-    if listed:
-        used = torch.empty(most, dtype=torch.int32, device=logits.device)
-        num_used = torch.empty(1, dtype=torch.int32, device=logits.device)
-    else:
-        rank, count = torch.empty_like(chosen), tickets[: held.size + num_shared]
+    routed = Routed.empty(rows, routing.experts_per_token + num_shared, most if listed else 0, logits.device)
+    if not listed:
+        rank, count = torch.empty_like(routed.chosen), tickets[: held.size + num_shared]
+        routed = Routed(routed.chosen, routed.weight, rank=rank, count=count)
     if rows == 0:
-        return Routed(chosen, weight, used, num_used, rank, count)
+        return routed
     _route[(rows,)](
         logits,
         bias,
         router.expert_scales,
         None if live is None else live.slots,
-        chosen,
-        weight,
-        used,
-        num_used,
-        tickets,
-        rank,
-        count,
+        *(routed.chosen, routed.weight, routed.used, routed.num_used, tickets, routed.rank, routed.count),
         rows,
         most,
         0 if live is None else live.first,
@@ -166,4 +121,4 @@ def route(
         num_warps=4 if listed and rows > 8 and not fixed else 1,  # sums over experts depend on it
         **pdl_wait(logits.device),
     )
-    return Routed(chosen, weight, used, num_used, rank, count)
+    return routed

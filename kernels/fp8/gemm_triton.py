@@ -237,27 +237,17 @@ def fp8_gemm(
         return
     raw, columns = None, 0
     if isinstance(x, Tensor):
-        raw, x = x, Fp8Rows.empty(rows, k, True, False, x.device)
-        columns = rounding_columns(weight, tiles)
+        raw, x, columns = x, Fp8Rows.empty(rows, k, True, False, x.device), rounding_columns(weight, tiles)
         assert columns > 0 and raw.shape == (1, k) and raw.stride(1) == 1
     assert x.values.shape == (rows, k) and x.values.is_contiguous() and x.scales.is_contiguous()
     assert weight.by_group == (x.scales.shape[1] == k // GROUP) or k == GROUP
     out_scales = None if isinstance(out, Tensor) else out.scales
     assert out_scales is None or (gated and out_scales.is_contiguous() and out_scales.shape == (rows, n // GROUP))
-    dtype = result or values.dtype
     _fp8_gemm[(triton.cdiv(n, tiles.block_n), tiles.splits)](
         TensorDescriptor.from_tensor(x.values, [tiles.block_m, GROUP]),
         TensorDescriptor.from_tensor(weight.values, [tiles.block_n, GROUP]),
-        raw,
-        x.values,
-        weight.values,
-        x.scales,
-        weight.scales,
-        bias,
-        values,
-        out_scales,
-        workspace.part,
-        workspace.tickets,
+        *(raw, x.values, weight.values, x.scales, weight.scales),
+        *(bias, values, out_scales, workspace.part, workspace.tickets),
         rows,
         0 if raw is None else raw.stride(0),
         N=n,
@@ -272,7 +262,7 @@ def fp8_gemm(
         GATED=gated,
         BY_GROUP=weight.by_group,
         HAS_BIAS=bias is not None,
-        RESULT=TL_TYPES[dtype],
+        RESULT=TL_TYPES[result or values.dtype],
         INTERPRETED=INTERPRETED,
         num_warps=tiles.warps,
         num_stages=tiles.stages,

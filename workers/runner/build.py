@@ -129,16 +129,11 @@ def build_rank(
         phases.done(f"{graphed.graphs.num_captured} graphs, {graphed.graphs.num_waiting} follow")
         built = parts.worker_of(graphed, graphed)
     _register_commands(built, parts, device)
-    warm_up(built, parts.layout, None if parts.tower is None else parts.tower.small(), deterministic)
-    if parts.tower is not None:
-        parts.tower.clear()  # the scheduler knows nothing of that image
+    _warm_up(built, parts, deterministic)
     phases.done("warmed up")
     layout = replace(parts.layout, memory=memory.use(parts.layout, built.graphs, group))
     if memory.runs_steps:
-        with must_fit("the largest step", "lower cache.memory_share, or stop what else allocates on this GPU"):
-            for _, plan in largest_steps(parts.layout):  # torch's allocator caches their memory
-                run(eager, plan)
-        phases.done("largest steps again")
+        _run_largest_steps(eager, parts, phases.done)
     if worker.measure_costs:
         tokens = () if graphed is None else graphed.token_buckets
         built.costs = _measured_costs(graphed or strategy, parts, tokens, device)
@@ -146,6 +141,21 @@ def build_rank(
     if graphed is not None:
         report_compilations(True)
     return BuiltRank(built, layout)
+
+
+def _warm_up(built: Worker, parts: EngineParts, deterministic: bool) -> None:
+    tower = parts.tower
+    warm_up(built, parts.layout, None if tower is None else tower.small(), deterministic)
+    if tower is not None:
+        tower.clear()  # the scheduler knows nothing of that image
+
+
+def _run_largest_steps(eager: Worker, parts: EngineParts, done: PhaseDone) -> None:
+    """Run the largest steps, whose memory torch's allocator caches."""
+    with must_fit("the largest step", "lower cache.memory_share, or stop what else allocates on this GPU"):
+        for _, plan in largest_steps(parts.layout):
+            run(eager, plan)
+    done("largest steps again")
 
 
 def _capture_first(

@@ -99,8 +99,7 @@ class Scheduler:
         self._grammars = GrammarQueue()
         self.commands = CommandQueue()
         self.adapters = Adapters(lora, self.commands, clock)
-        keeps_tokens = shapes.keeps_tokens
-        self.queues = RequestQueues(self.slot_pages, self.stats, self._grammars, self.adapters, keeps_tokens)
+        self.queues = RequestQueues(self.slot_pages, self.stats, self._grammars, self.adapters, shapes.keeps_tokens)
         self._images = ImageChunks(images)
         prompt_parts = (self.stats, clock, config.step_token_limit, shapes, self._grammars, self._images)
         self._prefill = PrefillPlanner(self.queues, *prompt_parts)
@@ -109,8 +108,7 @@ class Scheduler:
         self.admission = Admission(config, max_model_len, self.queues, *engine)
         self._results = StepResults(self.queues, self.stats, self.shape_choice, shapes, self.admission, clock)
         self.is_paused = False  # whether no step is planned; commands are carried out
-        draft = DraftCheck(lambda: self.stats.accepted_histogram)
-        self.weights = WeightVersions(self.commands, self.slot_pages, draft)
+        self.weights = WeightVersions(self.commands, self.slot_pages, DraftCheck(lambda: self.stats.accepted_histogram))
         self.captures = CapturePacing(graph_capture.busy_interval_s, clock)
         self.epoch = 0
         self._in_flight: deque[InFlightStep] = deque()
