@@ -22,6 +22,7 @@ triton = pytest.importorskip("triton", reason="the kernels need triton, which is
 import triton.language as tl  # noqa: E402
 
 from aerie.attention.backend import NewUnderCaptureError  # noqa: E402
+from aerie.kernels.attend import split_kv_triton  # noqa: E402
 from aerie.kernels.gemm import skinny_triton as skinny_gemm  # noqa: E402
 from aerie.kernels.norm import norm_triton  # noqa: E402
 from aerie.kernels.vocabulary import topk_log_softmax_triton as argmax  # noqa: E402
@@ -31,6 +32,7 @@ from aerie.workers.runner.graphs.compile_jobs import (  # noqa: E402
     KernelJob,
     Outcome,
     compile_job,
+    content_hash,
 )
 from aerie.workers.runner.graphs.kernel_compilation import CompileAhead, no_new_kernels, report_compilations  # noqa: E402
 from tests.support.kernels.triton_driver import Hopper  # noqa: E402
@@ -218,6 +220,33 @@ def test_a_kernel_under_another_key_is_not_compiled(compiled_here: list[str], mo
     assert compile_job(jobs[0]) == Outcome(is_busy=True), "another process compiles it"
     os.close(held)
     assert compile_job(jobs[0]).error == ""
+
+
+def test_a_kernel_is_compiled_whatever_else_the_rank_has_launched(driver: Hopper, compiled_here: list[str]) -> None:
+    """Triton's hash of the planner has other constants if the functions that it calls were hashed before."""
+    kernel = split_kv_triton._plan_items
+    prefix = torch.zeros(2, dtype=torch.int32)
+    hashes = set()
+    for called_first in (False, True):
+        for function in (kernel, split_kv_triton._best_span, split_kv_triton._store_items, split_kv_triton._store_idle):
+            function.hash = None
+            function.used_global_vals.clear()
+        if called_first:
+            assert split_kv_triton._best_span.cache_key and split_kv_triton._store_items.cache_key
+            assert split_kv_triton._store_idle.cache_key
+        kernel.device_caches.clear()
+        ahead = compiled_ahead(CompileProcesses.start(1), lambda: split_kv_triton.plan_items(prefix, 1, 4, 64, 64, 8))
+        hashes.add(kernel.cache_key)
+        assert len(ahead.process_seconds) == 1 and compiled_here == []
+    kernel.device_caches.clear()
+    assert len(hashes) == 2, "else nothing was shown"
+
+
+def test_content_differs_by_the_constants_of_called_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = content_hash(split_kv_triton._plan_items)
+    assert content_hash(split_kv_triton._plan_items) == before != content_hash(split_kv_triton._plan_spans)
+    monkeypatch.setattr(split_kv_triton, "IDLE_AT_ONCE", tl.constexpr(256))
+    assert content_hash(split_kv_triton._plan_items) != before
 
 
 def locked(job: KernelJob) -> int:

@@ -42,6 +42,7 @@ class KernelJob:
     signature, constants, attributes: arguments of `triton.compiler.ASTSource`.
     options: options of the backend.
     target: a `GPUTarget`.
+    hashes: for `function` and the functions among `constants`, Triton's hash in the rank and `content_hash`.
     """
 
     key: str
@@ -51,6 +52,7 @@ class KernelJob:
     attributes: dict[tuple[int, ...], Any]
     options: dict[str, Any]
     target: Any
+    hashes: dict[_Named, tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,11 @@ def job_of(key: str, compile_kernel: Callable[[], Any]) -> KernelJob | None:
         attributes=dict(source.attrs),
         options=dict(vars(closure["options"])),
         target=closure["target"],
+        hashes={
+            _named(function): (function.cache_key, content_hash(function))
+            for function in (source.fn, *source.constants.values())
+            if isinstance(function, JITFunction)
+        },
     )
     try:
         if _function(job.function) is not source.fn:
@@ -116,6 +123,11 @@ def compile_job(job: KernelJob) -> Outcome:
     from triton.runtime.cache import get_cache_key
 
     began_s = time.perf_counter()
+    for named, (triton_hash, content) in job.hashes.items():
+        if content_hash(function := _function(named)) == content:
+            # Triton 3.6 adds the constants of a called function to the hash only if that function was hashed before, so
+            # the rank's hash depends on the kernels that it has launched.
+            function.hash = triton_hash
     constants = {
         path: _function(value) if isinstance(value, _Named) else value for path, value in job.constants.items()
     }
@@ -131,6 +143,26 @@ def compile_job(job: KernelJob) -> Outcome:
         if job.target.backend == "cuda":
             _build_launcher(kernel)
     return Outcome(seconds=time.perf_counter() - began_s)
+
+
+def content_hash(function: Any) -> str:
+    """Return a hash of a jitted function's source, and of our jitted functions and constants that it names, directly or
+    not."""
+    from triton.language import constexpr
+    from triton.runtime.jit import JITFunction
+
+    sources: dict[tuple[str, str], str] = {}
+    waiting = [function]
+    while waiting:
+        named = waiting.pop()
+        key = named.fn.__module__, named.fn.__qualname__
+        if key in sources:
+            continue
+        values = {name: named.__globals__.get(name) for name in sorted(named.fn.__code__.co_names)}
+        constants = {name: value.value for name, value in values.items() if isinstance(value, constexpr)}
+        sources[key] = f"{named.src} {constants}"
+        waiting += [value for value in values.values() if isinstance(value, JITFunction)]
+    return hashlib.sha256(str(sorted(sources.items())).encode()).hexdigest()
 
 
 def import_compiler() -> None:
