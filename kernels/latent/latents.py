@@ -26,6 +26,7 @@ def _check(
     slot_mapping: Tensor,
     wanted: Fp8Inputs | None = None,
     fence: bool = True,
+    fixed: bool = False,
 ) -> None:
     rows, width = both.shape[-2], kv.rows.shape[2]
     if both.dim() == 2:
@@ -51,6 +52,7 @@ def normed_latents(
     slot_mapping: Tensor,
     wanted: Fp8Inputs | None = None,
     fence: bool = True,
+    fixed: bool = False,
 ) -> Tensor | Fp8Rows:
     """Write the latent rows of a pass: the latent part after its norm, the rest after RoPE. Return q's part of `both`,
     after its norm if it has one.
@@ -65,6 +67,7 @@ def normed_latents(
     slot_mapping  [rows] int64 token indices; if rows share an index (padding), any of them is stored
     wanted        FP8 format of the returned q; None: the model's dtype
     fence         see `Prepared.plan`; if false, the next GEMM reads its weight earlier
+    fixed         results have the same bits from partial sums as from their sum
     ->            [rows, q]
     """
     width = kv.rows.shape[2]

@@ -113,6 +113,7 @@ def normed_latents(
     slot_mapping: Tensor,
     wanted: Fp8Inputs | None = None,
     fence: bool = True,
+    fixed: bool = False,
 ) -> Tensor | Fp8Rows:
     """`aerie.kernels.latent.latents.normed_latents`."""
     latent, width = kv.latent, kv.rows.shape[2]
@@ -152,8 +153,10 @@ def normed_latents(
         BY_GROUP=wanted is not None and wanted.by_group,
         FENCE=fence,
         INTERPRETED=INTERPRETED,
-        # with partial sums each thread reads several numbers in sequence, so more warps share them
-        num_warps=16 if parts.shape[0] > 1 else num_warps(max(block_q, block_latent)),
+        # With partial sums each thread reads several numbers in sequence, so more warps share them. The number of warps
+        # and the fusion of multiplications and additions decide the bits of a norm.
+        num_warps=16 if fixed or parts.shape[0] > 1 else num_warps(max(block_q, block_latent)),
+        enable_fp_fusion=not fixed,
         **pdl_wait(both.device),
     )
     return q

