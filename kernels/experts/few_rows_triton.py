@@ -115,71 +115,36 @@ def down_projected(
 ) -> Tensor:
     """Write the weighted sum of the down projections to out [rows, size]."""
     assert routed.used is not None and routed.num_used is not None and out.is_contiguous()
-    rows, size, width, block_m, down = routed.chosen.shape[0], weights.size, weights.width, tiles.block_m, tiles.down
-    assert out.shape == (rows, size)
+    rows, most, down, matrix = routed.chosen.shape[0], routed.used.shape[0], tiles.down, weights.down.flatten(0, 1)
+    assert out.shape == (rows, weights.size)
+    grid = (weights.size // down.block_n, down.splits)
+    tensors = (inner.factors, weights.down_scales, out, routed.used, routed.num_used, workspace.part, workspace.tickets)
+    constants = {
+        "WIDTH": weights.width,
+        "SIZE": weights.size,
+        "BLOCK_M": tiles.block_m,
+        "BLOCK_N": down.block_n,
+        "SPLITS": down.splits,
+        "IN_FP8": weights.in_fp8,
+        "BY_GROUP": weights.by_group,
+        "INTERPRETED": INTERPRETED,
+        "num_warps": down.warps,
+        "num_stages": down.stages,
+        **pdl_wait(out.device),
+    }
     if down.ahead:
-        return _down_of_one_row(inner, routed, weights, workspace, tiles, out)
+        assert rows == 1 and most == down.splits and (tiles.gate_up.block_n == 128 or not weights.in_fp8)
+        map_of_weights = TensorDescriptor.from_tensor(matrix, [down.block_n, weights.width])
+        down_of_one_row[grid](map_of_weights, inner.values, *tensors, **constants)
+        return out
     step = tiles.inner_step(weights.in_fp8)
-    down_of_few_rows[(size // down.block_n, down.splits)](
-        TensorDescriptor.from_tensor(inner.values, [block_m, step]),
-        TensorDescriptor.from_tensor(weights.down.flatten(0, 1), [down.block_n, step]),
-        inner.factors,
-        weights.down_scales,
-        out,
-        routed.used,
-        routed.num_used,
-        workspace.part,
-        workspace.tickets,
+    down_of_few_rows[grid](
+        TensorDescriptor.from_tensor(inner.values, [tiles.block_m, step]),
+        TensorDescriptor.from_tensor(matrix, [down.block_n, step]),
+        *tensors,
         rows,
-        routed.used.shape[0],
-        WIDTH=width,
-        SIZE=size,
-        BLOCK_M=block_m,
-        BLOCK_N=down.block_n,
+        most,
         STEP=step,
-        SPLITS=down.splits,
-        IN_FP8=weights.in_fp8,
-        BY_GROUP=weights.by_group,
-        INTERPRETED=INTERPRETED,
-        num_warps=down.warps,
-        num_stages=down.stages,
-        **pdl_wait(out.device),
-    )
-    return out
-
-
-def _down_of_one_row(
-    inner: InnerRows,
-    routed: Routed,
-    weights: ExpertWeights,
-    workspace: Workspace,
-    tiles: ExpertTiles,
-    out: Tensor,
-) -> Tensor:
-    """Launch the down projections of one row, each used expert in a program of its own."""
-    assert out.shape[0] == 1 and (tiles.gate_up.block_n == 128 or not weights.in_fp8)
-    assert routed.used is not None and routed.used.shape[0] == tiles.down.splits
-    down, size, width = tiles.down, weights.size, weights.width
-    down_of_one_row[(size // down.block_n, down.splits)](
-        TensorDescriptor.from_tensor(weights.down.flatten(0, 1), [down.block_n, width]),
-        inner.values,
-        inner.factors,
-        weights.down_scales,
-        out,
-        routed.used,
-        routed.num_used,
-        workspace.part,
-        workspace.tickets,
-        WIDTH=width,
-        SIZE=size,
-        BLOCK_M=tiles.block_m,
-        BLOCK_N=down.block_n,
-        SPLITS=down.splits,
-        IN_FP8=weights.in_fp8,
-        BY_GROUP=weights.by_group,
-        INTERPRETED=INTERPRETED,
-        num_warps=down.warps,
-        num_stages=down.stages,
-        **pdl_wait(out.device),
+        **constants,
     )
     return out

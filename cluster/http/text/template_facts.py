@@ -88,11 +88,6 @@ def call_turn(content: str) -> dict[str, Any]:
     return {"role": "assistant", "content": content, "tool_calls": calls}
 
 
-def shows_call(prompt: str | None) -> bool:
-    """Return whether a prompt has the call of `call_turn`."""
-    return prompt is not None and _CALL_VALUE in prompt
-
-
 def shows_tools(rendered: Rendering) -> bool:
     """Return whether tools reach the prompt."""
     return any(_TOOL_NAME in (rendered(turns, (TOOL,), {}, True) or "") for turns in _starts())
