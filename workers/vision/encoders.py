@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from aerie.kernels.capability import Capability
-from aerie.workers.vision import fused
 from aerie.workers.vision.config import CHANNELS, Kind, VisionConfig
+from aerie.workers.vision.fusing import fuse
 
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
 # Patches of captured passes. An image is padded to the next size; steps of a quarter cost at most a fifth of the time.
@@ -63,8 +63,10 @@ class ImageEncoder(nn.Module):
         """
         raise NotImplementedError
 
-    def fuse(self) -> None:
-        """Replace modules by faster ones, after the weights are loaded. Parameters get other names and sizes."""
+    def fuse(self, has_values: bool = True) -> Sequence[str]:
+        """Replace modules by faster ones, after the weights are loaded. Parameters get other names and sizes. Return
+        the classes of modules that might have been replaced and stay. has_values: see `fusing.fuse`."""
+        return []
 
     def own_name(self, name: str) -> str | None:
         """Return the parameter for a checkpoint's tensor; None for a tensor of another module."""
@@ -87,13 +89,13 @@ class QwenEncoder(ImageEncoder):
         self._vision_utils = _vision_utils()
         self._in_one_launch = False
 
-    def fuse(self, in_one_launch: bool | None = None) -> None:
+    def fuse(self, has_values: bool = True, in_one_launch: bool | None = None) -> Sequence[str]:
         """in_one_launch: see `fused.SpanAttention`; None: wherever it can be."""
         weight = next(self.tower.parameters())
         if in_one_launch is None:
             in_one_launch = Capability.of(weight.device).has_streams and weight.dtype.itemsize == 2
         self._in_one_launch = in_one_launch and self._vision_utils is not None
-        fused.fuse(self.tower, self._in_one_launch)
+        return fuse(self.tower, self._in_one_launch, has_values)
 
     def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
         device = pixels.device

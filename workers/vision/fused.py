@@ -1,4 +1,4 @@
-"""Fused modules in place of those of transformers' towers. `fuse` changes a tower whose weights are loaded.
+"""Fused modules in place of those of transformers' towers. `aerie.workers.vision.fusing` puts them there.
 
 Eagerly, RMSNorm takes six kernels and the rotation of queries and keys fourteen, in float32. Computed values are those
 of transformers' modules, but for the order of float32 sums.
@@ -16,31 +16,6 @@ from aerie.kernels.rope.rotate_heads import rotate_heads
 
 _ALIGNED = 8  # 16-bit values whose rows start at multiples of 16 bytes, as the fast products of cuBLAS need
 _TILE = 64  # columns of a tile of these products
-
-
-def fuse(tower: Any, in_one_launch: bool) -> None:
-    """Replace RMSNorms, gated MLPs, attention and blocks within one of Qwen's towers.
-
-    in_one_launch: see `SpanAttention`.
-    """
-    _fuse_parts(tower, norm.ACTIVATIONS.get(tower.config.hidden_act), in_one_launch)
-    for i, block in enumerate(tower.blocks):
-        if isinstance(block.norm2, RMSNorm):
-            tower.blocks[i] = Block(block)
-
-
-def _fuse_parts(parent: nn.Module, activation: Callable[[Tensor], Tensor] | None, in_one_launch: bool) -> None:
-    """Replace the norms, MLPs and attention of `parent` by fused ones."""
-    for name, module in parent.named_children():
-        kind = type(module).__name__
-        if kind.endswith("RMSNorm"):
-            setattr(parent, name, RMSNorm(module))
-        elif hasattr(module, "gate_proj") and activation is not None:
-            setattr(parent, name, GatedMLP(module, activation))
-        elif kind.endswith("VisionAttention"):
-            setattr(parent, name, SpanAttention(module, in_one_launch))
-        else:
-            _fuse_parts(module, activation, in_one_launch)
 
 
 class RMSNorm(nn.Module):
@@ -96,7 +71,7 @@ class SpanAttention(nn.Module):
         super().__init__()
         self.qkv, self.proj = module.qkv, module.proj
         self.num_heads = module.num_heads
-        self._in_one_launch = in_one_launch
+        self.in_one_launch = in_one_launch
 
     def forward(
         self,
@@ -119,7 +94,7 @@ class SpanAttention(nn.Module):
         cos, sin = (angles.float()[:, :half] for angles in position_embeddings)
         rotate_heads(qkv[:, : 2 * heads], cos, sin)
         q, k, v = qkv.view(rows, 3, heads, -1).unbind(1)
-        if self._in_one_launch:
+        if self.in_one_launch:
             assert max_seqlen is not None
             out = attend_spans(q, k, v, cu_seqlens, max_seqlen)
         else:

@@ -5,6 +5,7 @@ before the pass of the step that needs the first token of an image: as CUDA grap
 eagerly.
 """
 
+import logging
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -35,6 +36,8 @@ COST_PATCHES = (256, 1024, 4096, 16384)  # of measured images
 _COST_LIMIT_MS = 1500.0  # images that would take longer are not measured
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # quantised towers are refused
 
+logger = logging.getLogger(__name__)
+
 
 def image_sizes(config: VisionConfig, target: ModelConfig, dtype: torch.dtype) -> ImageSizes:
     """Return the sizes of a model's images on a rank. dtype: of the target. Raises ValueError if its parts do not fit
@@ -53,7 +56,7 @@ def image_sizes(config: VisionConfig, target: ModelConfig, dtype: torch.dtype) -
     largest = config.max_patches // config.merge_size**2 * row_bytes
     with torch.device("meta"):
         tower = build_encoder(config)
-        tower.fuse()
+        tower.fuse(has_values=False)
     weights = sum(parameter.numel() for parameter in tower.parameters()) * dtype.itemsize
     return ImageSizes(
         merge_size=config.merge_size,
@@ -222,7 +225,12 @@ class VisionTower:
 
 def _loaded(config: VisionConfig, source: ModelSource, dtype: torch.dtype, device: torch.device) -> ImageEncoder:
     encoder = _with_weights(config, source, dtype, device)
-    encoder.fuse()
+    if unfused := encoder.fuse():
+        logger.warning(
+            "model %s: vision tower: %s of transformers are not fused, so that pictures take longer",
+            source.path,
+            ", ".join(unfused),
+        )
     return encoder.eval()
 
 
