@@ -80,6 +80,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": _SIGLIP | {"image_size": 896, "patch_size": 14},
         },
     ),
+    "gemma-4-26b-a4b": (
+        "gemma-4-26B-A4B-it",
+        {
+            "image_token_id": 258880,
+            "vision_config": _SIGLIP
+            | {"num_key_value_heads": 16, "head_dim": 72, "patch_size": 16, "pooling_kernel_size": 3}
+            | {"position_embedding_size": 10240, "standardize": True, "use_clipped_linears": False},
+        },
+    ),
 }
 TEXT_TOKENS = 32  # before a picture
 OUTPUT_TOKENS = 8
