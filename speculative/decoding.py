@@ -124,12 +124,12 @@ class SpeculativeDecoding(CuttableStrategy):
             verify = DecodeBatch(
                 Mode.VERIFY if shape.width > 1 else Mode.DECODE,
                 shape.width,
-                shape.width,
-                rows.length,
-                rows.tree.masks,
-                page_table,
-                batch.max_kv_len,
-                rows.mask_words,
+                suffix_len=shape.width,
+                prefix_len=rows.length,
+                mask=rows.tree.masks,
+                page_table=page_table,
+                max_kv_len=batch.max_kv_len,
+                mask_words=rows.mask_words,
                 chain=shape.is_chain,
                 slots=batch.slots,
             )

@@ -136,12 +136,12 @@ def _decoding(config: SpeculativeConfig, parts: EngineParts, draft: DraftRunner 
     return SpeculativeDecoding(
         parts.layout.shapes,
         parts.target,
-        draft,
-        parts.slots,
-        parts.sampler,
-        parts.grammars.masks,
-        config.synthetic_acceptance_length,
-        MatchLimits(config.match_min, config.match_max) if copies else None,
+        draft=draft,
+        slots=parts.slots,
+        sampler=parts.sampler,
+        masks=parts.grammars.masks,
+        synthetic_acceptance_length=config.synthetic_acceptance_length,
+        matches=MatchLimits(config.match_min, config.match_max) if copies else None,
     )
 
 

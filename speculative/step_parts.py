@@ -81,7 +81,9 @@ def emitted(
     `StepTensors`."""
     if rounds is None and finals is None:
         empty = batch.slots.new_zeros(0)
-        return StepTensors(empty.view(0, 1), empty, empty, empty, None, None, ranking)
+        return StepTensors(
+            empty.view(0, 1), empty, finish=empty, accepted=empty, logprobs=None, drafts=None, prompt_logprobs=ranking
+        )
     done, first = rounds.committed if rounds else None, finals.commit if finals else None
     columns = done.commit.tokens.shape[1] if done else 1
     tokens = F.pad(first.tokens, (0, columns - 1)) if first else None
@@ -167,11 +169,11 @@ class DraftBacklog:
         extend = DecodeBatch(
             Mode.DRAFT_EXTEND,
             count,
-            count,
-            rounds[0].length,
-            causal_mask(num_requests, count, ids.device),
-            rounds[-1].page_table,
-            self._max_kv_len,
+            suffix_len=count,
+            prefix_len=rounds[0].length,
+            mask=causal_mask(num_requests, count, ids.device),
+            page_table=rounds[-1].page_table,
+            max_kv_len=self._max_kv_len,
         )
         self._draft.keep(ids.flatten(), features.flatten(0, 1), extend, None)
         self._slots, self._rounds = None, []

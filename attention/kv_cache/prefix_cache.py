@@ -250,7 +250,7 @@ class PrefixCache:
         before = node.digests[-1] if node.digests else first_digest(salt)
         digests = next_digests(before, own, len(new), size, self.lookahead)
         self._note(digests, known, True)
-        child = Node(own, new, digests, known, node, key, self._clock)
+        child = Node(own, new, digests=digests, depth=known, parent=node, key=key, stamp=self._clock)
         node.children[key] = child
         self._leaves.push(child)
         self._allocator.cache(new)

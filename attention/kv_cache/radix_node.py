@@ -44,7 +44,7 @@ class Node:
     @staticmethod
     def root() -> "Node":
         """Return a tree without pages."""
-        return Node(np.empty(0, np.int32), [], [], 0, None, b"", 0)
+        return Node(np.empty(0, np.int32), [], digests=[], depth=0, parent=None, key=b"", stamp=0)
 
     @property
     def end(self) -> int:
@@ -72,7 +72,15 @@ class Node:
         """Move the node's first `count` pages, with their snapshots, to a new parent, and return it."""
         assert self.parent is not None and 0 < count < len(self.pages)
         tokens = self.tokens[: count * page_size + lookahead].copy()
-        upper = Node(tokens, self.pages[:count], self.digests[:count], self.depth, self.parent, self.key, self.stamp)
+        upper = Node(
+            tokens,
+            self.pages[:count],
+            digests=self.digests[:count],
+            depth=self.depth,
+            parent=self.parent,
+            key=self.key,
+            stamp=self.stamp,
+        )
         self.parent.children[self.key] = upper
         self.tokens = self.tokens[count * page_size :].copy()
         self.pages = self.pages[count:]

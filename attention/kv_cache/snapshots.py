@@ -164,7 +164,7 @@ class Snapshots:
     def add(self, row: int, end: int, node: Node, kind: SnapshotKind) -> None:
         """Add the snapshot in a lent row: the state after page number `end` of the path. That page is in `node` and has
         no snapshot."""
-        snapshot = Snapshot(row, end, node, kind, self._now, self._now)
+        snapshot = Snapshot(row, end, node=node, kind=kind, since=self._now, recorded=self._now)
         before = node.deepest(end)
         others = self._first if before is None else before.after
         self._record(before)

@@ -147,4 +147,4 @@ def compared(name: str, alone: Sequence[Sample], again: Sequence[Sample]) -> Com
         gaps = [abs((mine or 0.0) - (its or 0.0)) for mine, its in numbers if mine != its]
         others += bool(gaps) and not differs
         nats = max([nats, *gaps])
-    return Comparison(name, len(alone), len(first), tuple(first), others, nats)
+    return Comparison(name, len(alone), texts=len(first), first=tuple(first), logprobs=others, nats=nats)

@@ -102,7 +102,12 @@ class Job:
             after = self._loss(folder, texts, "loss after")
         num_tokens = sum(len(text) - 1 for text in texts)
         return QuantizedCheckpoint(
-            len(self.modules), self.source.num_bytes, writer.num_bytes, before, after, num_tokens
+            len(self.modules),
+            self.source.num_bytes,
+            bytes_after=writer.num_bytes,
+            loss_before=before,
+            loss_after=after,
+            num_tokens=num_tokens,
         )
 
     def _held_out(self) -> list[list[int]]:

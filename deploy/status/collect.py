@@ -66,12 +66,12 @@ def _engine(engine_id: str, reference: object) -> EngineStatus:
     return EngineStatus(
         engine_id,
         stats.status,
-        stats.detail,
-        stats.num_running,
-        stats.num_waiting,
-        stats.kv_usage,
-        len(stats.heartbeat_age_s),
-        stats.num_worker_restarts,
+        detail=stats.detail,
+        num_running=stats.num_running,
+        num_waiting=stats.num_waiting,
+        kv_usage=stats.kv_usage,
+        num_ranks=len(stats.heartbeat_age_s),
+        num_restarts=stats.num_worker_restarts,
     )
 
 

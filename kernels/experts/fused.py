@@ -74,7 +74,17 @@ def fused_workspace_size(held: Span, num_shared: int, experts_per_token: int, si
     if not fits_kernels(size, width):
         return 0, held.size + num_shared
     return largest(
-        workspace_size(ExpertSizes(held.size, shared, experts_per_token, size, width, step, held.total - held.size))
+        workspace_size(
+            ExpertSizes(
+                held.size,
+                shared,
+                experts_per_token=experts_per_token,
+                size=size,
+                width=width,
+                step=step,
+                num_elsewhere=held.total - held.size,
+            )
+        )
         for shared in {0, num_shared}
         for step in (64, 128)
     )

@@ -85,7 +85,15 @@ class ExpertWeights:
         """Return the sizes. slots: experts per row, including shared ones."""
         shared, routed = self.num_shared, self.num_experts - self.num_shared
         elsewhere = 0 if self.held is None else self.held.total - routed
-        return ExpertSizes(routed, shared, slots - shared, self.size, self.width, self.step, elsewhere)
+        return ExpertSizes(
+            routed,
+            shared,
+            experts_per_token=slots - shared,
+            size=self.size,
+            width=self.width,
+            step=self.step,
+            num_elsewhere=elsewhere,
+        )
 
     @property
     def width(self) -> int:

@@ -48,11 +48,15 @@ def stored_exactly(weight: Tensor) -> HostWeight:
         return packed(*halves, GROUP, 4)
     integers = _as_integers(weight)
     if integers is not None:
-        return HostWeight(_blocks(integers[0]), _blocks(integers[1]), None, n, k, GROUP, INT8)
+        return HostWeight(
+            _blocks(integers[0]), _blocks(integers[1]), offsets=None, outputs=n, inputs=k, group=GROUP, format=INT8
+        )
     parts = (weight[first : first + _STEP_ROWS] for first in range(0, n, _STEP_ROWS))
     if all(torch.equal(part.bfloat16().float(), part) for part in parts):
-        return HostWeight(_blocks(weight, torch.bfloat16), None, None, n, k, k, BFLOAT16)
-    return HostWeight(_blocks(weight), None, None, n, k, k, FLOAT32)
+        return HostWeight(
+            _blocks(weight, torch.bfloat16), None, offsets=None, outputs=n, inputs=k, group=k, format=BFLOAT16
+        )
+    return HostWeight(_blocks(weight), None, offsets=None, outputs=n, inputs=k, group=k, format=FLOAT32)
 
 
 def packed(codes: Tensor, scales: Tensor, offsets: Tensor | None, group: int, bits: int) -> HostWeight:
@@ -69,7 +73,15 @@ def packed(codes: Tensor, scales: Tensor, offsets: Tensor | None, group: int, bi
         both = _blocks(codes)
         stored = both[:, 0::2] | both[:, 1::2] << 4
     offsets = None if offsets is None else _blocks(offsets.float())
-    return HostWeight(stored, _blocks(scales.float()), offsets, n, k, group, INT8 if bits == 8 else INT4)
+    return HostWeight(
+        stored,
+        _blocks(scales.float()),
+        offsets=offsets,
+        outputs=n,
+        inputs=k,
+        group=group,
+        format=INT8 if bits == 8 else INT4,
+    )
 
 
 def _as_halves(weight: Tensor) -> tuple[Tensor, Tensor, Tensor] | None:

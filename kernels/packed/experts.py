@@ -49,7 +49,15 @@ class PackedExpertWeights:
     def sizes(self, slots: int) -> ExpertSizes:
         """Return the sizes. slots: experts per row."""
         elsewhere = 0 if self.held is None else self.held.total - self.num_experts
-        return ExpertSizes(self.num_experts, 0, slots, self.size, self.width, TILE, elsewhere)
+        return ExpertSizes(
+            self.num_experts,
+            0,
+            experts_per_token=slots,
+            size=self.size,
+            width=self.width,
+            step=TILE,
+            num_elsewhere=elsewhere,
+        )
 
     @property
     def num_experts(self) -> int:

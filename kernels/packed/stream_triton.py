@@ -82,7 +82,12 @@ def add_products(
     SCALE_TYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return the accumulators plus the products of loaded chunk number `each`."""
+    """Return the accumulators plus the products of loaded chunk number `each`, of 64 inputs.
+
+    acc: 4 * ROW_TILES accumulators, for 16 outputs and 8 rows each.
+    codes, scales, zeros, inputs: from `load_codes`, `load_scales` and `load_inputs`.
+    EACH: half chunks that share a scale, at most 2 in a chunk.
+    """
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
     # scales of groups of 16 differ between lanes of an operand, so weights are scaled; exact for e2m1
     OPERAND_SCALE: tl.constexpr = SCALE_TYPE if GROUP == 16 else None

@@ -88,18 +88,24 @@ def _lower_bound(
     int_stride,
     PARTS: tl.constexpr,
 ):
-    """Return the lowest scaled logit that a filtered row keeps."""
+    """Return the lowest scaled logit that a filtered row keeps, to the precision of a band.
+
+    Band b has the tokens whose scaled logit (log2 of the probability, up to a constant) is b to b + 1 below `top`. In
+    sums of probabilities each of them counts 2^(BANDS - 1 - b).
+    """
     part, band = tl.arange(0, PARTS), tl.arange(0, BANDS)
     summary = summary_ptr + (row * parts + part) * (1 + BANDS)
     peaks = tl.load(summary, mask=part < parts, other=float("-inf"))
     peak = tl.max(peaks, 0)
     top = tl.floor(peak)
+    # bands of a part count from its own largest logit: move them by the difference to the row's
     lower = tl.where(peaks > float("-inf"), tl.minimum(top - tl.floor(peaks), BANDS * 1.0), BANDS * 1.0)
     column = band[None, :] - lower.to(tl.int32)[:, None]
     counts = tl.sum(tl.load(summary[:, None] + 1 + column, mask=column >= 0, other=0.0), 0).to(tl.int64)
     top_k, top_p = tl.load(top_k_ptr + slot * int_stride), tl.load(top_p_ptr + slot * float_stride)
     by_count = tl.sum((tl.cumsum(counts, 0) < top_k).to(tl.int32), 0)
     by_count = tl.where(top_k > 0, by_count, BANDS)
+    # top-p applies to what top-k leaves
     mass = tl.where(band <= by_count, counts, 0) << (band * -1 + (BANDS - 1)).to(tl.int64)
     needed = top_p * tl.sum(mass, 0).to(tl.float32)
     by_mass = tl.sum((tl.cumsum(mass, 0).to(tl.float32) < needed).to(tl.int32), 0)

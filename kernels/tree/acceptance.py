@@ -111,7 +111,14 @@ def _commit_roots(slots: Tensor, chosen: Tensor, tables: CommitTables) -> Commit
     done = Commit(tokens, *commit(slots, tokens, torch.ones_like(slots), tables))
     row, num_drafts = torch.arange(slots.shape[0], device=slots.device), nothing[:, 0]
     accepted = Accepted(nothing, num_drafts, tokens)
-    return Committed(accepted, done, row.unsqueeze(1), row, length, torch.full_like(slots, -1))
+    return Committed(
+        accepted,
+        done,
+        path_rows=row.unsqueeze(1),
+        newest=row,
+        newest_position=length,
+        reported=torch.full_like(slots, -1),
+    )
 
 
 def has_drafts(tree: Tree) -> Tensor:
@@ -131,10 +138,10 @@ def committed(tree: Tree, accepted: Accepted, done: Commit, length: Tensor) -> C
     return Committed(
         accepted,
         done,
-        accepted.path + width * row.unsqueeze(1),
-        row * columns + depth,
-        (length + depth).int(),
-        torch.where(verified, accepted.num_drafts, -1),
+        path_rows=accepted.path + width * row.unsqueeze(1),
+        newest=row * columns + depth,
+        newest_position=(length + depth).int(),
+        reported=torch.where(verified, accepted.num_drafts, -1),
     )
 
 

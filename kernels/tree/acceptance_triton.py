@@ -223,4 +223,4 @@ def accept_commit(
         num_warps=1,
     )
     accepted, commit = Accepted(path, num_drafts, tokens), Commit(tokens, counts, finish)
-    return Committed(accepted, commit, rows, newest, position, reported)
+    return Committed(accepted, commit, path_rows=rows, newest=newest, newest_position=position, reported=reported)

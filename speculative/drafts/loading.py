@@ -111,12 +111,12 @@ def running_draft(
     return RunningModel(
         f"draft {method.path}",
         model,
-        method.weight_names,
-        lambda: _allocate(method, target, model.group, max_position, META),
-        draft_tensors,
-        model.from_target,
-        {name: partial(has_same_ids, name) for name in ("d2t", "t2d")},
-        follow,
+        names=method.weight_names,
+        make_twin=lambda: _allocate(method, target, model.group, max_position, META),
+        read_folder=draft_tensors,
+        elsewhere=model.from_target,
+        fixed={name: partial(has_same_ids, name) for name in ("d2t", "t2d")},
+        follow=follow,
     )
 
 

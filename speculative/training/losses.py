@@ -155,11 +155,11 @@ def block_targets(head: TrainedDraft, target: PreTrainedModel, batch: Batch, unr
     return BlockTargets(
         target.get_input_embeddings()(batch.tokens),
         head.features(output),
-        anchors,
-        batch.tokens.gather(1, flat).view(positions.shape),
-        torch.softmax(logits, dim=-1).view(*positions.shape, -1),
-        counted,
-        depths,
+        anchors=anchors,
+        previous=batch.tokens.gather(1, flat).view(positions.shape),
+        probabilities=torch.softmax(logits, dim=-1).view(*positions.shape, -1),
+        counted=counted,
+        depths=depths,
     )
 
 

@@ -186,7 +186,15 @@ class DenseExperts(ExpertsMethod):
             num_shared = gate_up.shape[0] - self.shape.num_experts
             held, (gate_up_bias, down_bias) = self.shape.held_if_some, self.biases or (None, None)
             weights = ExpertWeights(
-                gate_up, down, None, None, num_shared, held, gate_up_bias, down_bias, self.shape.activation
+                gate_up,
+                down,
+                gate_up_scales=None,
+                down_scales=None,
+                num_shared=num_shared,
+                held=held,
+                gate_up_bias=gate_up_bias,
+                down_bias=down_bias,
+                activation=self.shape.activation,
             )
             self._fused = build_experts(weights, options, self.dtype)
 

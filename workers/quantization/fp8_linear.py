@@ -260,7 +260,14 @@ class Fp8Experts(DenseExperts):
                 self.weights[i].data = with_shared(self.weights[i].data, by_expert(weight, num_shared))
                 scales[i] = with_shared(scales[i], by_expert(scale, num_shared))
         gate_up, down = (weights.data for weights in self.weights)
-        weights = ExpertWeights(gate_up, down, scales[0], scales[1], num_shared, shape.held_if_some)
+        weights = ExpertWeights(
+            gate_up,
+            down,
+            gate_up_scales=scales[0],
+            down_scales=scales[1],
+            num_shared=num_shared,
+            held=shape.held_if_some,
+        )
         self._fused = build_experts(weights, options, self.dtype)
         self._shared, self.scales = None, nn.ParameterDict()
 

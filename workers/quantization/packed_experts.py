@@ -124,7 +124,15 @@ class PackedExperts(ExpertsMethod):
     def workspace_size(self) -> tuple[int, int]:
         shape = self.shape
         elsewhere = shape.held.total - shape.held.size
-        sizes = ExpertSizes(shape.num_experts, 0, shape.experts_per_token, shape.size, self._width, TILE, elsewhere)
+        sizes = ExpertSizes(
+            shape.num_experts,
+            0,
+            experts_per_token=shape.experts_per_token,
+            size=shape.size,
+            width=self._width,
+            step=TILE,
+            num_elsewhere=elsewhere,
+        )
         return packed_expert_workspace(sizes)
 
     def _packed(self, parts: tuple[Part, ...], padded: Callable[[MatrixCodes], MatrixCodes]) -> PackedWeight:

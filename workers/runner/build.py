@@ -253,7 +253,18 @@ def load_parts(
     running = RunningModel(name, model, names, lambda: allocate_target(engine.target, group, META, *own))
     models = {"target": running}
     return EngineParts(
-        worker, layout, group, target, draft_pool, slots, sampler, grammars, models, tower, adapters, experts
+        worker,
+        layout,
+        group=group,
+        target=target,
+        draft_pool=draft_pool,
+        slots=slots,
+        sampler=sampler,
+        grammars=grammars,
+        models=models,
+        tower=tower,
+        adapters=adapters,
+        experts=experts,
     )
 
 

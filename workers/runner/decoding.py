@@ -99,7 +99,16 @@ class Autoregressive(CuttableStrategy):
         """Return one row per running request, which writes the KV of the bonus token."""
         slots, mask = self._slots, self._mask.expand(batch.num_requests, 1)
         length, page_table = slots.seq_len[batch.slots], slots.page_table[batch.slots]
-        return DecodeBatch(Mode.DECODE, 1, 1, length, mask, page_table, batch.max_kv_len, slots=batch.slots)
+        return DecodeBatch(
+            Mode.DECODE,
+            1,
+            suffix_len=1,
+            prefix_len=length,
+            mask=mask,
+            page_table=page_table,
+            max_kv_len=batch.max_kv_len,
+            slots=batch.slots,
+        )
 
     def choose(self, batch: StepBatch, passed: Passed) -> StepTensors:
         head: LMHead = self._target.model.lm_head
@@ -115,4 +124,12 @@ class Autoregressive(CuttableStrategy):
             logprobs = logprobs_of(sampled.logits, commit.tokens, batch.needs.num_logprobs)
         nothing_verified = torch.full_like(entries, -1)
         ranking = ranking_of(head, batch, passed.prompt_hidden)
-        return StepTensors(commit.tokens, commit.counts, commit.finish, nothing_verified, logprobs, None, ranking)
+        return StepTensors(
+            commit.tokens,
+            commit.counts,
+            finish=commit.finish,
+            accepted=nothing_verified,
+            logprobs=logprobs,
+            drafts=None,
+            prompt_logprobs=ranking,
+        )

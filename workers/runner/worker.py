@@ -262,7 +262,16 @@ class Worker:
         scored = tuple(self._slots.facts[chunk.slot].number for chunk in chunks_in_order(plan) if chunk.logprobs >= 0)
         ended_s = time.perf_counter() if emitted.copied is None else None  # on a CPU the step has ended by now
         self._pending.append(
-            PendingStep(plan, emitted, num_logprobs, started_s, failed, failed_requests, scored, ended_s)
+            PendingStep(
+                plan,
+                emitted,
+                num_logprobs=num_logprobs,
+                started_s=started_s,
+                failed=failed,
+                failed_requests=failed_requests,
+                scored_requests=scored,
+                ended_s=ended_s,
+            )
         )
 
     def _fill_masks(self, plan: StepPlan, entries: tuple[int, ...], failed: dict[int, Failure]) -> None:

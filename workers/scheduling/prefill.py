@@ -230,7 +230,17 @@ class PrefillPlanner:
             sequence.store_from if start < sequence.store_from else 0,
         )
         inputs = None if sequence.request.inputs is None else sequence.request.inputs.cut(start, end)
-        builder.chunks.append(Chunk(sequence.slot, start, tokens, next_token, logprobs, store_from, inputs))
+        builder.chunks.append(
+            Chunk(
+                sequence.slot,
+                start,
+                tokens=tokens,
+                next_token=next_token,
+                logprobs=logprobs,
+                store_from=store_from,
+                inputs=inputs,
+            )
+        )
         if saves is not None:
             saves.plan_chunk(sequence.slot, start, sequence.tokens[start:end], sequence.request.sampling.stop_token_ids)
         if asks:

@@ -90,7 +90,15 @@ class RoundPlanner:
             limit_ms = budget.shape_limit_ms(slot_pages.mean_gap_ms())
         verifies = slot_pages.max_pending[slots] > slot_pages.min_pending[slots] if self._shapes.model_free else None
         load = Load(
-            slots, numbers, speculative, kv_tokens, with_prompts, self._speculates, self._is_rare, limit_ms, verifies
+            slots,
+            numbers,
+            speculative=speculative,
+            kv_tokens=kv_tokens,
+            with_prompts=with_prompts,
+            speculates=self._speculates,
+            rare_sampling=self._is_rare,
+            limit_ms=limit_ms,
+            verifies=verifies,
         )
         return choice.choose(load, step_time)
 

@@ -335,17 +335,19 @@ class Scheduler:
         in_flight = InFlightStep(
             self._next_step,
             [by_slot[slot] for slot in slots.tolist()] + builder.last_chunks,
-            slots,
-            slot_pages.number[slots],
-            max_new_tokens,
-            shape,
-            slot_pages.drafted[slots],
-            self.shape_choice.reason.value,
-            builder.with_prompt_logprobs,
-            load,
-            self.shape_choice.acceptance.classes(slots, slot_pages.number[slots]) if self._shapes.model_free else None,
-            None if self.step_time is None else self.step_time.predict(load),
-            is_change,
+            slots=slots,
+            numbers=slot_pages.number[slots],
+            max_new_tokens=max_new_tokens,
+            shape=shape,
+            drafted=slot_pages.drafted[slots],
+            reason=self.shape_choice.reason.value,
+            with_prompt_logprobs=builder.with_prompt_logprobs,
+            load=load,
+            match_classes=self.shape_choice.acceptance.classes(slots, slot_pages.number[slots])
+            if self._shapes.model_free
+            else None,
+            expected=None if self.step_time is None else self.step_time.predict(load),
+            is_change=is_change,
         )
         self._in_flight.append(in_flight)
         slot_pages.plan_round(slots, max_new_tokens)

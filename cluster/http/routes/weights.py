@@ -349,12 +349,12 @@ def _join(info: TransferInfo, engines: Sequence[AdminOutcome]) -> JoinTrainer:
     opened = OpenTransfer(
         info.master_address,
         info.master_port,
-        info.rank_offset,
-        info.world_size,
-        info.packed,
-        info.packed_buffer_size_bytes,
-        info.timeout_s,
-        unique_id,
+        rank=info.rank_offset,
+        size=info.world_size,
+        packed=info.packed,
+        buffer_bytes=info.packed_buffer_size_bytes,
+        timeout_s=info.timeout_s,
+        unique_id=unique_id,
     )
     return JoinTrainer(first_ranks, opened)
 
@@ -378,11 +378,11 @@ def weights_reply(outcomes: Sequence[AdminOutcome]) -> WeightsReply:
             EngineWeights(
                 outcome.engine_id,
                 outcome.weight_epoch,
-                outcome.version,
-                outcome.missing,
-                outcome.took_s,
-                outcome.draft_fault,
-                outcome.fault,
+                weight_version=outcome.version,
+                missing=outcome.missing,
+                took_s=outcome.took_s,
+                draft_fault=outcome.draft_fault,
+                fault=outcome.fault,
             )
             for outcome in outcomes
         ]

@@ -181,6 +181,14 @@ def block_states(runner: DraftRunner, ids: Tensor, length: Tensor, page_table: T
     contexts = {}
     for view in dict.fromkeys(model.form.views):
         mask, window = masks[not view.causal], view.window(rows)
-        decode = DecodeBatch(Mode.DRAFT_DECODE, rows, rows, length, mask, page_table, max_kv_len)
+        decode = DecodeBatch(
+            Mode.DRAFT_DECODE,
+            rows,
+            suffix_len=rows,
+            prefix_len=length,
+            mask=mask,
+            page_table=page_table,
+            max_kv_len=max_kv_len,
+        )
         contexts[view] = runner.context(replace(decode, chain=view.causal, window=window))
     return model.block(ids, [contexts[view] for view in model.form.views]).view(batch, rows, -1)

@@ -111,11 +111,11 @@ class CostProbe:
         return StepBatch(
             running,
             shape,
-            point.shape,
-            drafting,
-            longest,
-            chunks,
-            _NEEDS,
+            next_shape=point.shape,
+            draft_slots=drafting,
+            max_kv_len=longest,
+            chunks=chunks,
+            needs=_NEEDS,
             is_shifted=shifts,
             shift_is_captured=shifts,
         )

@@ -272,4 +272,13 @@ def _entries(out: StepTensors, num_requests: int, bucket: int, num_finals: int) 
     matches = None if out.matches is None else valid(out.matches)
     entropies = None if out.min_entropies is None else valid(out.min_entropies)
     tokens, counts, finish, accepted = map(valid, (out.tokens, out.counts, out.finish, out.accepted))
-    return StepTensors(tokens, counts, finish, accepted, logprobs, drafts, matches=matches, min_entropies=entropies)
+    return StepTensors(
+        tokens,
+        counts,
+        finish=finish,
+        accepted=accepted,
+        logprobs=logprobs,
+        drafts=drafts,
+        matches=matches,
+        min_entropies=entropies,
+    )

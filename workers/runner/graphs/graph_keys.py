@@ -246,7 +246,7 @@ class GraphKeys:
             for size in sizes
         ]
         return [
-            GraphKey(shape, shape, bucket, needs, tokens, self._seen_of(tokens, needs))
+            GraphKey(shape, shape, bucket=bucket, needs=needs, tokens=tokens, seen=self._seen_of(tokens, needs))
             for bucket in reversed(self.buckets)
             for shape in reversed(self._shapes.mixed_shapes(bucket, needs.masked))
             for tokens in sizes
@@ -314,7 +314,9 @@ class GraphKeys:
         seen = self._seen_of(tokens, kind)
         if bucket is None or 0 < seen < num_seen:
             return None
-        return GraphKey(shape if bucket else 0, shape, bucket, kind, tokens, seen, adapted)
+        return GraphKey(
+            shape if bucket else 0, shape, bucket=bucket, needs=kind, tokens=tokens, seen=seen, adapted=adapted
+        )
 
     def fallback(self, key: GraphKey, captured: Iterable[GraphKey]) -> GraphKey | None:
         """Return the graph with the fewest rows in `captured` that can run the batches of `key`; None if none can."""

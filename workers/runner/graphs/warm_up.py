@@ -101,7 +101,15 @@ def largest_steps(layout: EngineLayout) -> list[tuple[str, StepPlan]]:
     steps = [("chunks", _chunks(layout, ends[i : i + at_once])) for i in range(0, num_slots, at_once)]
     for shape in range(len(layout.shapes)):
         drafting = bytes([1] * num_slots) if shape else b""
-        plan = StepPlan(0, 0, pack_i32(range(num_slots)), shape, layout.max_position, shape, drafting)
+        plan = StepPlan(
+            0,
+            0,
+            slots=pack_i32(range(num_slots)),
+            shape=shape,
+            max_kv_len=layout.max_position,
+            next_shape=shape,
+            drafting=drafting,
+        )
         steps.append(("rounds", plan))
     num_prompts = min(num_slots, -(-count // longest))
     if layout.has_latent_rows and count * MAX_TOKENS < longest:
@@ -129,17 +137,45 @@ def _chunks(layout: EngineLayout, ends: Iterable[tuple[SlotInit, Chunk]], num_ro
     shape = layout.shapes.default
     drafting = bytes([1] * (num_rounds + len(chunks))) if shape else b""
     slots, verified = pack_i32(range(num_rounds)), shape if num_rounds else 0
-    return StepPlan(0, 0, slots, verified, layout.max_position, shape, drafting, inits=inits, chunks=chunks)
+    return StepPlan(
+        0,
+        0,
+        slots=slots,
+        shape=verified,
+        max_kv_len=layout.max_position,
+        next_shape=shape,
+        drafting=drafting,
+        inits=inits,
+        chunks=chunks,
+    )
 
 
 def _prompt(step: int, layout: EngineLayout, init: SlotInit, chunk: Chunk) -> StepPlan:
     next_shape = layout.shapes.default if chunk.next_token < 0 else 0
     drafting = b"\1" if next_shape else b""
-    return StepPlan(0, step, b"", 0, layout.max_position, next_shape, drafting, inits=(init,), chunks=(chunk,))
+    return StepPlan(
+        0,
+        step,
+        slots=b"",
+        shape=0,
+        max_kv_len=layout.max_position,
+        next_shape=next_shape,
+        drafting=drafting,
+        inits=(init,),
+        chunks=(chunk,),
+    )
 
 
 def _round(step: int, layout: EngineLayout, shape: int) -> StepPlan:
-    return StepPlan(0, step, pack_i32([0]), shape, layout.max_position, shape, b"\1" if shape else b"")
+    return StepPlan(
+        0,
+        step,
+        slots=pack_i32([0]),
+        shape=shape,
+        max_kv_len=layout.max_position,
+        next_shape=shape,
+        drafting=b"\1" if shape else b"",
+    )
 
 
 logger = logging.getLogger(__name__)
@@ -181,14 +217,14 @@ def graphed_strategy(
     return GraphedDecoding(
         strategy,
         slots,
-        buckets,
-        layout.max_position,
-        recorder,
-        tokens,
-        layout.has_latent_rows,
-        bool(layout.bytes_per_state),
-        layout.lora is not None,
-        images,
+        buckets=buckets,
+        max_kv_len=layout.max_position,
+        recorder=recorder,
+        tokens=tokens,
+        expands=layout.has_latent_rows,
+        has_states=bool(layout.bytes_per_state),
+        has_row_index=layout.lora is not None,
+        image_values=images,
     )
 
 

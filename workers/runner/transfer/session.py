@@ -113,7 +113,14 @@ class WeightTransfer:
             return TransferState(is_busy, self._error)
         if is_busy:
             return TransferState(True, session=staging.model, num_bytes=staging.num_bytes)
-        return TransferState(False, self._error, staging.model, staging.models, staging.uncovered(), staging.num_bytes)
+        return TransferState(
+            False,
+            self._error,
+            session=staging.model,
+            staged=staging.models,
+            uncovered=staging.uncovered(),
+            num_bytes=staging.num_bytes,
+        )
 
     def open(self, work: OpenTransfer) -> TransferState:
         """Begin to join a group. An earlier group and its session end."""

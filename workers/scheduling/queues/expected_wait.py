@@ -187,10 +187,10 @@ class ExpectedWait:
         simulation = QueueSimulation(
             running,
             [*waiting, newest._replace(num_requests=1)],
-            steps,
-            num_slots,
-            slot_pages.allocator.num_pages * slot_pages.page_size,
-            slot_pages.page_size * slot_pages.pages_for(self._shapes.max_new_tokens),
+            steps=steps,
+            num_slots=num_slots,
+            num_kv_tokens=slot_pages.allocator.num_pages * slot_pages.page_size,
+            reserved_tokens=slot_pages.page_size * slot_pages.pages_for(self._shapes.max_new_tokens),
         )
         self._start_s = start_s = simulation.start_s()
         half = num_groups // 2

@@ -204,13 +204,13 @@ class Acceptance:
         slots, numbers, drafted, accepted, possible, nats = map(np.concatenate, columns)
         is_known = (accepted >= 0) | (nats >= 0.0)
         self._forget_earlier(slots[is_known], numbers[is_known])
-        slots = np.where(self._numbers[slots] == numbers, slots, self._num_slots)
+        slots = np.where(self._numbers[slots] == numbers, slots, self._num_slots)  # last column: ended requests
         ran, rows = accepted >= 0, drafted
         if not self._is_copied:
             shape = np.repeat(shapes, [len(step_slots) for step_slots in columns[0]])
             rows, possible = self._row[shape], np.minimum(self._depth[drafted], self._depth[shape])
             self._count_nats(slots, np.where(ran, rows, -1), nats)
-            ran &= self._row[drafted] == rows
+            ran &= self._row[drafted] == rows  # a tree drafted for another row of cells says nothing of this one
         num_drafted, num_plain = (np.bincount(slots[which], minlength=self._num_slots + 1) for which in (ran, ~ran))
         self._own *= np.exp(-num_drafted / REQUEST_WINDOW - num_plain / PLAIN_WINDOW)
         self._recent *= math.exp(-len(slots) / RECENT_WINDOW)
@@ -222,12 +222,14 @@ class Acceptance:
         if not ran.any():
             self._estimate()
             return
+        # count rounds by (row, request, accepted drafts, whether the next draft was refused) ...
         present = np.flatnonzero(num_drafted)
         index = np.empty(self._num_slots + 1, np.int64)
         index[present] = np.arange(len(present))
         size = len(self._hits), len(present), self._max_depth + 1, 2
         cells = rows[ran], index[slots[ran]], accepted[ran], (accepted < possible)[ran].astype(np.int64)
         tests = np.bincount(np.ravel_multi_index(cells, size, mode="clip"), minlength=math.prod(size)).reshape(size)
+        # ... so depth d has a hit in every round that accepted at least d, and a miss in those that stopped before it
         hits = tests.sum(3)[:, :, :0:-1].cumsum(2)[:, :, ::-1]  # [rows, present, depth]
         trials = hits + tests[:, :, :-1, 1]
         self._hits += hits.sum(1)

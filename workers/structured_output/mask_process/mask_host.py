@@ -256,7 +256,9 @@ class MaskHost:
                 raise StepClosedError
 
         limit = fill.count + (NUM_SPARE if guide else 0)
-        rows = MaskRows(buffers.words, buffers.masks, first, fill.count, limit, buffers.scratch, check)
+        rows = MaskRows(
+            buffers.words, buffers.masks, first=first, end=fill.count, limit=limit, scratch=buffers.scratch, check=check
+        )
         try:
             request.cached.compiled.result()
             is_guided = request.fill(rows, fill.count, guide, fill.num_guided, self._cache.texts)

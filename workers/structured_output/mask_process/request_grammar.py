@@ -178,15 +178,15 @@ class RequestGrammar:
             walk = TreeWalk(
                 matcher,
                 texts,
-                cached.endings,
-                cached.grammar.end_token_ids,
-                rows,
-                guide,
-                num_guided,
-                cached.grammar.any_whitespace,
-                may_jump(cached.grammar),
-                self.ended,
-                min(MAX_SEARCHES, num_guided),
+                endings=cached.endings,
+                stop_token_ids=cached.grammar.end_token_ids,
+                rows=rows,
+                guide=guide,
+                num_guided=num_guided,
+                any_whitespace=cached.grammar.any_whitespace,
+                jumps=may_jump(cached.grammar),
+                ended=self.ended,
+                max_searches=min(MAX_SEARCHES, num_guided),
             )
             walk.run(tree.tokens, tree.children)
             self.verified, self.is_forced = tree, walk.is_forced
