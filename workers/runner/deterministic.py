@@ -8,6 +8,7 @@ bit. Each part computes a row with the same operations in the same order, whatev
 - attention: `aerie.kernels.attend.fixed.spans_triton`, spans that depend on positions only.
 - recurrent layers: `aerie.kernels.delta_rule.recurrence_triton`, the recurrence token by token, also for prompts.
 - sums over ranks: in rank order for every size (`aerie.workers.distributed.tp_group`).
+- images: one at a time, by kernels and graphs that the image's size alone chooses (`aerie.workers.vision.tower`).
 
 Norms, RoPE, gates, sampling and the rounding of activations to FP8 are row-wise anyway. So neither the chunking of
 prompts, nor the kind of a row (prompt, non-speculative round, tree), nor other requests have an effect: a greedy or
