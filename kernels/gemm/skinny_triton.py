@@ -35,7 +35,15 @@ from aerie.kernels.gemm.tiles import (
 )
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
 from aerie.kernels.interpreter_triton import INTERPRETED
-from aerie.kernels.lora.few_rows_triton import SLICES, add_down, await_down, up_of_rows, with_up
+from aerie.kernels.lora.few_rows_triton import (
+    SLICES,
+    add_down,
+    await_down,
+    four_indices,
+    up_of_adapters,
+    up_of_rows,
+    with_up,
+)
 from aerie.kernels.lora.product import RowAdapters
 from aerie.kernels.pdl import pdl_wait
 
@@ -132,8 +140,15 @@ def _skinny_gemm(
     if RANK > 0:
         n, m = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
         indices = tl.load(index_ptr + m, mask=m < rows, other=-1)
-        up, up_of_up = None, None
-        if RANK == CHUNK:
+        up, up_of_up, first_index, second_index, third_index, fourth_index = None, None, None, None, None, None
+        if CHUNK == 0:
+            first_index, second_index, third_index, fourth_index = four_indices(indices, -1)
+            up = up_of_adapters(up_ptr, first_index, second_index, third_index, fourth_index, n, 0, OUT, RANK, RANKS)
+            if GATED:
+                up_of_up = up_of_adapters(
+                    up_ptr, first_index, second_index, third_index, fourth_index, N + n, 0, OUT, RANK, RANKS
+                )
+        elif RANK == CHUNK:
             up = up_of_rows(up_ptr, indices, n, 0, OUT, RANK, CHUNK)
             if GATED:
                 up_of_up = up_of_rows(up_ptr, indices, N + n, 0, OUT, RANK, CHUNK)
@@ -189,26 +204,14 @@ def _skinny_gemm(
             for i in tl.static_range(1, len(PARTS) - 1):
                 column += tl.where(tile * BLOCK_N >= PARTS[i], RANK, 0)
         acc = with_up(
-            acc, up, up_ptr, inner_ptr, indices, n, column, rows, OUT, RANK, INNER, BLOCK_M, RANKS, CHUNK, UPCAST
-        )
+            acc, up, up_ptr, inner_ptr, indices, first_index, second_index, third_index, fourth_index, n, column, rows,
+            OUT, RANK, INNER, BLOCK_M, RANKS, CHUNK, UPCAST,
+        )  # fmt: skip
         if GATED:
             acc_up = with_up(
-                acc_up,
-                up_of_up,
-                up_ptr,
-                inner_ptr,
-                indices,
-                N + n,
-                RANK,
-                rows,
-                OUT,
-                RANK,
-                INNER,
-                BLOCK_M,
-                RANKS,
-                CHUNK,
-                UPCAST,
-            )
+                acc_up, up_of_up, up_ptr, inner_ptr, indices, first_index, second_index, third_index, fourth_index,
+                N + n, RANK, rows, OUT, RANK, INNER, BLOCK_M, RANKS, CHUNK, UPCAST,
+            )  # fmt: skip
     if GATED:
         # rounded like a product followed by `silu_mul`
         acc = acc.to(out_ptr.dtype.element_ty).to(tl.float32)

@@ -15,7 +15,7 @@ SLICES = tl.constexpr(4)  # slices of the inputs, whose sums are added in order
 
 
 @triton.jit
-def _four_indices(indices, index):
+def four_indices(indices, index):
     """The four smallest indices after `index` that a row has; `_NONE` from where on there is none."""
     first = _next_index(indices, index)
     second = _next_index(indices, first)
@@ -61,7 +61,7 @@ def add_down(
     if EARLY:
         tl.extra.cuda.gdc_wait()
     unit, end = program, CHUNKS * SLICES
-    first, second, third, fourth = _four_indices(indices, -1)
+    first, second, third, fourth = four_indices(indices, -1)
     while first < _NONE:
         owners, last = _owners(first, second, third, fourth, RANKS)
         matrices = down_ptr + owners.to(tl.int64)[:, None] * (INNER * IN)
@@ -85,7 +85,7 @@ def add_down(
             tl.store(cells, acc, mask=owners[:, None] == indices[None, :])
             unit += PROGRAMS
         end += CHUNKS * SLICES
-        first, second, third, fourth = _four_indices(indices, last)
+        first, second, third, fourth = four_indices(indices, last)
     tl.debug_barrier()  # orders the stores of all threads before the release
     tl.atomic_add(counter_ptr, 1, sem="release")
 
@@ -117,12 +117,42 @@ def inner_of_rows(inner_ptr, there, columns, rows, INNER: tl.constexpr, BLOCK_M:
 
 
 @triton.jit
+def up_of_adapters(
+    up_ptr, first, second, third, fourth, n, begin, N: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr
+):
+    """Read RANKS columns, from `begin`, of B's rows n, of the adapters at up to four indices: [n, 64]. Zero without an
+    adapter."""
+    owners, _ = _owners(first, second, third, fourth, RANKS)
+    r = begin + tl.arange(0, 64) % RANKS
+    matrices = up_ptr + owners.to(tl.int64)[None, :] * (N * RANK) + n[:, None] * RANK + r[None, :]
+    return tl.load(matrices, mask=(owners < _NONE)[None, :] & (n < N)[:, None], other=0.0)
+
+
+@triton.jit
+def _add_up(
+    part, up, inner_ptr, indices, first, second, third, fourth, column, rows,
+    INNER: tl.constexpr, BLOCK_M: tl.constexpr, RANKS: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Return part [n, rows] + B (A x) for `up` of `up_of_adapters`. column: the first of A x."""
+    owners, _ = _owners(first, second, third, fourth, RANKS)
+    is_own, columns = indices[:, None] == owners[None, :], column + tl.arange(0, 64) % RANKS
+    inner = inner_of_rows(inner_ptr, is_own, columns, rows, INNER, BLOCK_M).to(up.dtype)
+    if UPCAST:
+        up, inner = up.to(tl.float32), inner.to(tl.float32)
+    return tl.dot(up, tl.trans(inner), part)
+
+
+@triton.jit
 def with_up(
     acc,
     up,
     up_ptr,
     inner_ptr,
     indices,
+    first,
+    second,
+    third,
+    fourth,
     n,
     column,
     rows,
@@ -135,25 +165,28 @@ def with_up(
     UPCAST: tl.constexpr,
 ):
     """Return acc [n, rows] + B (A x). CHUNK: columns of B that each row reads of its adapter; 0: the tensor core
-    multiplies RANKS columns of up to four indices. up: `up_of_rows` of the first CHUNK columns, if these are all.
-    column: the part's first column of A x."""
+    multiplies RANKS columns of up to four adapters; first .. fourth: the rows' smallest indices.
+
+    up: the first columns of B: `up_of_adapters`; with a CHUNK `up_of_rows`, if these are all columns.
+    column: of A x, the part's first.
+    """
     part = acc
     if CHUNK == 0:
-        r = tl.arange(0, 64) % RANKS
-        first, second, third, fourth = _four_indices(indices, -1)
+        if first < _NONE:
+            part = _add_up(
+                part, up, inner_ptr, indices, first, second, third, fourth, column, rows, INNER, BLOCK_M, RANKS, UPCAST
+            )
+        begin = RANKS
         while first < _NONE:
-            owners, last = _owners(first, second, third, fourth, RANKS)
-            matrices = up_ptr + owners.to(tl.int64)[None, :] * (N * RANK) + n[:, None] * RANK + r[None, :]
-            there = (owners < _NONE)[None, :] & (n < N)[:, None]
-            for begin in tl.range(0, RANK, RANKS, num_stages=1):
-                weights = tl.load(matrices + begin, mask=there, other=0.0)
-                ours = indices[:, None] == owners[None, :]
-                inner = inner_of_rows(inner_ptr, ours, column + begin + r, rows, INNER, BLOCK_M)
-                inner = inner.to(up_ptr.dtype.element_ty)
-                if UPCAST:
-                    weights, inner = weights.to(tl.float32), inner.to(tl.float32)
-                part = tl.dot(weights, tl.trans(inner), part)
-            first, second, third, fourth = _four_indices(indices, last)
+            for start in tl.range(begin, RANK, RANKS, num_stages=1):
+                read = up_of_adapters(up_ptr, first, second, third, fourth, n, start, N, RANK, RANKS)
+                part = _add_up(
+                    part, read, inner_ptr, indices, first, second, third, fourth, column + start, rows, INNER, BLOCK_M,
+                    RANKS, UPCAST,
+                )  # fmt: skip
+            _, last = _owners(first, second, third, fourth, RANKS)
+            first, second, third, fourth = four_indices(indices, last)
+            begin = 0
     else:
         there = (indices >= 0)[:, None]
         for begin in tl.range(0, RANK, CHUNK, num_stages=1):

@@ -61,7 +61,7 @@ def test_a_product_with_adapters_fits_hopper(
 ) -> None:
     kernel = skinny_triton._skinny_gemm
     spilled, bytes_shared, ptx = compiled(kernel, tmp_path, *variant(rows, rank, inputs, parts))
-    assert spilled <= (24 if rows > 32 else 0), "after the loop over W"
+    assert spilled <= (32 if rows > 32 else 0), "after the loop over W"
     assert bytes_shared <= SHARED_PER_SM
     assert "wgmma.mma_async" in ptx and "cp.async.bulk.tensor" in ptx
     assert ptx.count("griddepcontrol.wait") == ptx.count("griddepcontrol.launch_dependents") == 2
