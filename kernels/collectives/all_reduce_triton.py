@@ -142,7 +142,7 @@ def one_shot_all_reduce(
     out: Tensor,
     norm: tuple[Tensor, Tensor, float] | None = None,
 ) -> None:
-    """`aerie.kernels.collectives.all_reduce`."""
+    """Implement `aerie.kernels.collectives.all_reduce`."""
     rows, width = x.shape
     world, pairs, capacity = inboxes.shape[0], width // 2, inbox.shape[1]
     residual, weight, eps = norm if norm is not None else (x, x, 0.0)
@@ -195,7 +195,7 @@ def _sum_in_order(
 
 
 def sum_in_order(parts: Tensor) -> Tensor:
-    """`aerie.kernels.collectives.all_reduce.sum_in_order`."""
+    """Implement `aerie.kernels.collectives.all_reduce.sum_in_order`."""
     ranks, n = parts.shape
     out = torch.empty(n, dtype=parts.dtype, device=parts.device)
     if n:

@@ -349,7 +349,7 @@ def _run(
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
-    """`aerie.kernels.delta_rule.rounds.delta_rule_rounds`."""
+    """Implement `aerie.kernels.delta_rule.rounds.delta_rule_rounds`."""
     assert tables.mask.shape[1] <= MAX_ROWS
     _run(rows, weights, kept, tables, out)
 
@@ -357,5 +357,5 @@ def delta_rule_rounds(
 def delta_rule_chunks(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: ChunkTables, out: Tensor
 ) -> None:
-    """`aerie.kernels.delta_rule.chunks.delta_rule_chunks`."""
+    """Implement `aerie.kernels.delta_rule.chunks.delta_rule_chunks`."""
     _run(rows, weights, kept, tables, out)

@@ -219,7 +219,7 @@ def round_tiles(rows: int, value_dim: int, programs: int) -> tuple[int, int]:
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
-    """`aerie.kernels.delta_rule.rounds.delta_rule_rounds`."""
+    """Implement `aerie.kernels.delta_rule.rounds.delta_rule_rounds`."""
     heads, (batch, width) = kept.heads, tables.mask.shape
     path = kept.committed.shape[1]
     tile = round_rows(width, path)
@@ -286,7 +286,7 @@ def _set_counts(count_ptr, slots_ptr, counts_ptr, batch, padding_slot, BLOCK: tl
 
 
 def commit_rows(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:
-    """`aerie.kernels.delta_rule.rounds.commit_rows`."""
+    """Implement `aerie.kernels.delta_rule.rounds.commit_rows`."""
     heads, (batch, depth) = kept.heads, path.shape
     layers = kept.conv.shape[0]
     _commit_rows[(triton.cdiv(heads.row_size, BLOCK), layers, batch)](

@@ -232,7 +232,7 @@ def wide_tiles(width: int, value_dim: int, programs: int) -> tuple[int, int, int
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
-    """`aerie.kernels.delta_rule.rounds.delta_rule_rounds`."""
+    """Implement `aerie.kernels.delta_rule.rounds.delta_rule_rounds`."""
     heads, (batch, width) = kept.heads, tables.mask.shape
     if not tables.replayed:
         _launch_replay(kept, (None, weights.conv, weights.a_log, weights.dt_bias), 1, tables)
@@ -253,7 +253,7 @@ def delta_rule_rounds(
 
 
 def replay_rows(kept: DeltaState, weights: AllWeights, tables: RoundTables) -> None:
-    """`aerie.kernels.delta_rule.rounds.replay_rows`."""
+    """Implement `aerie.kernels.delta_rule.rounds.replay_rows`."""
     _launch_replay(kept, (weights.addresses, None, None, None), kept.state.shape[0], tables)
 
 

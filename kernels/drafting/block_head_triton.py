@@ -48,7 +48,7 @@ def _convolve_blocks(
 
 
 def convolve_blocks(x: Tensor, base: Tensor, dynamic: Tensor, rows: int) -> Tensor:
-    """`aerie.kernels.drafting.block_head.convolve_blocks`."""
+    """Implement `aerie.kernels.drafting.block_head.convolve_blocks`."""
     (count, channels), (_, taps, groups) = x.shape, dynamic.shape
     out = torch.empty_like(x)
     _convolve_blocks[(count, triton.cdiv(channels, BLOCK))](
@@ -122,7 +122,7 @@ def score_candidates(
     before: Tensor,
     after: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """`aerie.kernels.drafting.block_head.score_candidates`."""
+    """Implement `aerie.kernels.drafting.block_head.score_candidates`."""
     (_, depths, n), rank, count = unary.shape, before.shape[1], previous.numel()
     scores = torch.empty((count, n), dtype=torch.float32, device=unary.device)
     ids = torch.empty((count, n), dtype=torch.int64, device=unary.device)
@@ -173,7 +173,7 @@ def _gru_step(input_ptr, hidden_ptr, state_ptr, out_ptr, size, BLOCK: tl.constex
 
 
 def gru_step(inputs: Tensor, hidden: Tensor, state: Tensor) -> Tensor:
-    """`aerie.kernels.drafting.block_head.gru_step`."""
+    """Implement `aerie.kernels.drafting.block_head.gru_step`."""
     out = torch.empty_like(state)
     rows, size = state.shape
     _gru_step[(rows, triton.cdiv(size, BLOCK))](inputs, hidden, state, out, size, BLOCK=BLOCK, num_warps=4)

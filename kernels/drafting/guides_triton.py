@@ -126,18 +126,18 @@ def _launch(
 
 
 def begin(guides: GuideTable, slots: Tensor, nodes: Tensor, bonus: Tensor) -> Tensor:
-    """`aerie.kernels.drafting.guides.begin`."""
+    """Implement `aerie.kernels.drafting.guides.begin`."""
     return _launch(guides, slots, nodes.contiguous(), None, bonus.contiguous().unsqueeze(1), begin=True)[1]
 
 
 def follow_chain(guides: GuideTable, slots: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """`aerie.kernels.drafting.guides.follow_chain`."""
+    """Implement `aerie.kernels.drafting.guides.follow_chain`."""
     tokens, states = _launch(guides, slots, states, None, tokens.contiguous().unsqueeze(1), force=True)
     return tokens.squeeze(1), states
 
 
 def follow_level(guides: GuideTable, slots: Tensor, states: Tensor, level: Level) -> Tensor:
-    """`aerie.kernels.drafting.guides.follow_level`."""
+    """Implement `aerie.kernels.drafting.guides.follow_level`."""
     return _launch(guides, slots, states, level.parent, level.tokens.contiguous())[1]
 
 
@@ -181,7 +181,7 @@ def _mask(
 
 
 def mask(logits: Tensor, guides: GuideTable, words: Tensor, slots: Tensor, states: Tensor, ids: Tensor) -> None:
-    """`aerie.kernels.drafting.guides.mask`."""
+    """Implement `aerie.kernels.drafting.guides.mask`."""
     rows, size = logits.shape
     _mask[(rows, triton.cdiv(size, BLOCK))](
         logits,
@@ -256,7 +256,7 @@ def _children(
 
 
 def children(guides: GuideTable, slots: Tensor, states: Tensor, candidates: Children, unlikely: float) -> Children:
-    """`aerie.kernels.drafting.guides.children`."""
+    """Implement `aerie.kernels.drafting.guides.children`."""
     ids, scores = torch.empty_like(candidates.ids), torch.empty_like(candidates.log_probabilities)
     _children[(ids.shape[0],)](
         guides.blocks,

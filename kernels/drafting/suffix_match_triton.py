@@ -48,7 +48,7 @@ def _record_tokens(
 def record_tokens(
     history: Tensor, slots: Tensor, length: Tensor, tokens: Tensor, counts: Tensor, chains: Tensor
 ) -> Tensor:
-    """`aerie.kernels.drafting.suffix_match.record_tokens`."""
+    """Implement `aerie.kernels.drafting.suffix_match.record_tokens`."""
     batch, width, num_nodes = tokens.shape[0], tokens.shape[1], chains.shape[1]
     equal = torch.empty(batch, dtype=torch.int64, device=slots.device)
     _record_tokens[(batch,)](

@@ -279,7 +279,14 @@ def down_projections(
     first: int,
     parts: Tensor,
 ) -> None:
-    """Write weighted down projections to parts [rows * slots, span], from column `first`."""
+    """Write the weighted down projections of some columns.
+
+    inner: from the gate and up projections, in the blocks of `order`.
+    weight: [rows, slots] routing weights.
+    weights, tiles: the layer's weights and tiles.
+    first: first column.
+    parts: [rows * slots, span], written: a result for each row and expert.
+    """
     size, width, block_m, down, span = weights.size, weights.width, tiles.block_m, tiles.down, parts.shape[1]
     step = tiles.inner_step(weights.in_fp8)
     common = {

@@ -120,7 +120,7 @@ def norm_route(
     live: TokenSlots | None,
     workspace: Workspace | None,
 ) -> NormedAndRouted:
-    """`aerie.kernels.experts.norm_route.norm_route`."""
+    """Implement `aerie.kernels.experts.norm_route.norm_route`."""
     assert workspace is not None
     size, routing, device = x.shape[1], router.routing, x.device
     slots = routing.experts_per_token + router.num_shared

@@ -41,7 +41,7 @@ def ordered_router_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles:
 def router_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace | None, deterministic: bool
 ) -> Tensor:
-    """`aerie.kernels.experts.router_gemm.router_gemm`."""
+    """Implement `aerie.kernels.experts.router_gemm.router_gemm`."""
     assert workspace is not None
     rows, n = x.shape[0], weight.shape[0]
     if rows > _MAX_ROWS and not deterministic:

@@ -64,8 +64,13 @@ def _slice_sum(
     BLOCK_N: tl.constexpr,
     BY_GROUP: tl.constexpr,
 ):
-    """Return the sums [BLOCK_M, BLOCK_N] of SPAN groups of columns from `first_group` on; LAST: of which so many first
-    ones are multiplied last. x_scales, upper, lower: of group 0. there: rows of x."""
+    """Return the sums [BLOCK_M, BLOCK_N] of SPAN groups of columns from `first_group` on.
+
+    x_scales: addresses of the rows' scales of group 0; group_step: from group to group.
+    upper, lower: addresses of the scales, by group, of the first 64 outputs and of the others.
+    there: whether the rows exist.
+    LAST: number of first groups that are multiplied last.
+    """
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     in_upper = tl.arange(0, BLOCK_N) < 64
     if BY_GROUP:
@@ -243,7 +248,7 @@ def fp8_gemm_wide(
 
 @dataclass(frozen=True)
 class TritonFp8Product(Fp8Product):
-    """`aerie.kernels.fp8.product`."""
+    """The product of an FP8 weight in Triton, for any number of rows."""
 
     weight: Fp8Matrix
     workspace: Workspace
@@ -300,6 +305,7 @@ class TritonFp8Product(Fp8Product):
         return out
 
     def multiply_apart(self, x: Tensor | Fp8Rows) -> Tensor | None:
+        """Return the sums of each split of K, if the tiles for these rows split it; see `Fp8Product.multiply_apart`."""
         values, rows = self.weight.values, (x if isinstance(x, Tensor) else x.values).shape[0]
         tiles = self._ahead_tiles(rows)
         if tiles is None or tiles.splits == 1:

@@ -77,7 +77,7 @@ def _map_prefill_rows(
 
 
 def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
-    """`aerie.kernels.kv.slot_mapping.map_decode_rows`."""
+    """Implement `aerie.kernels.kv.slot_mapping.map_decode_rows`."""
     positions, slots = _outputs(batch.num_rows, batch.prefix_len.device)
     _map_decode_rows[(batch.num_requests,)](
         batch.prefix_len,
@@ -95,7 +95,7 @@ def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]
 
 
 def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
-    """`aerie.kernels.kv.slot_mapping.map_prefill_rows`."""
+    """Implement `aerie.kernels.kv.slot_mapping.map_prefill_rows`."""
     store_from = batch.store_from
     positions, slots = _outputs(batch.num_rows, batch.starts.device)
     _map_prefill_rows[(triton.cdiv(batch.num_rows, BLOCK),)](
@@ -167,7 +167,7 @@ def _move_path(
 
 
 def move_path(tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, path: Tensor) -> None:
-    """`aerie.kernels.kv.slot_mapping.move_path`."""
+    """Implement `aerie.kernels.kv.slot_mapping.move_path`."""
     # FP8 is copied as bytes, on any GPU
     tensors = tuple(tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors)
     k, v = tensors[0], tensors[1] if len(tensors) == 2 else None

@@ -167,7 +167,7 @@ def head_products(
     angles: Angles | None = None,
     fixed: bool = False,
 ) -> None:
-    """`aerie.kernels.latent.head_products.head_products`."""
+    """Implement `aerie.kernels.latent.head_products.head_products`."""
     (rows, heads, width), (_, in_features, out_features) = x.shape, weight.shape
     rotated = width - in_features
     scales = None if isinstance(out, Tensor) else out.scales

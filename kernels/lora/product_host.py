@@ -6,7 +6,7 @@ from aerie.kernels.lora.product import LoraTables
 
 
 def add_lora(y: Tensor, x: Tensor, tables: LoraTables, lora_indices: Tensor) -> Tensor:
-    """`aerie.kernels.lora.product.add_lora`."""
+    """Implement `aerie.kernels.lora.product.add_lora`."""
     rank = tables.max_rank
     for index in set(lora_indices.tolist()) - {-1}:
         rows = (lora_indices == index).nonzero().flatten()

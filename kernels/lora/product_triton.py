@@ -253,7 +253,7 @@ def _tiles(x: Tensor, tables: LoraTables) -> LoraTiles:
 
 
 def add_lora(y: Tensor, x: Tensor, tables: LoraTables, lora_indices: Tensor) -> Tensor:
-    """`aerie.kernels.lora.product.add_lora`."""
+    """Implement `aerie.kernels.lora.product.add_lora`."""
     if not x.shape[0]:
         return y
     return expand(y, x, shrink(x, tables, lora_indices), tables, lora_indices)

@@ -102,7 +102,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`aerie.kernels.norm.norm.add_rms_norm`."""
+    """Implement `aerie.kernels.norm.norm.add_rms_norm`."""
     return _launch(x, residual, weight, eps, has_residual=True)
 
 
@@ -125,12 +125,12 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, has_residua
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """`aerie.kernels.norm.norm.silu_mul`."""
+    """Implement `aerie.kernels.norm.norm.silu_mul`."""
     return _gated(gate_up, gelu=False)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """`aerie.kernels.norm.norm.gelu_mul`."""
+    """Implement `aerie.kernels.norm.norm.gelu_mul`."""
     return _gated(gate_up, gelu=True)
 
 
@@ -179,7 +179,7 @@ def _head_input(
 def head_input(
     ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
 ) -> Tensor:
-    """`aerie.kernels.norm.norm.head_input`."""
+    """Implement `aerie.kernels.norm.norm.head_input`."""
     rows, size = hidden.shape
     out = torch.empty((rows, 2 * size), dtype=hidden.dtype, device=hidden.device)
     block = triton.next_power_of_2(size)
@@ -236,7 +236,7 @@ def _sigmoid_mul(
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor, added: Tensor | None = None) -> Tensor:
-    """`aerie.kernels.norm.norm.sigmoid_mul`."""
+    """Implement `aerie.kernels.norm.norm.sigmoid_mul`."""
     rows, heads, size = x.shape
     out, block = torch.empty_like(x), min(_BLOCK, triton.next_power_of_2(size))
     if rows:

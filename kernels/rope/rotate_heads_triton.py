@@ -42,7 +42,7 @@ def _rotate_heads(
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """`aerie.kernels.rope.rotate_heads.rotate_heads`."""
+    """Implement `aerie.kernels.rope.rotate_heads.rotate_heads`."""
     rows, heads, head_dim = x.shape
     half = head_dim // 2
     if rows:

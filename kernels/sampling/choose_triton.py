@@ -90,7 +90,7 @@ def _choose(
 
 
 def choose(logits: Tensor, draws: Draws, first: int, limits: Limits | None = None) -> tuple[Tensor, Tensor]:
-    """`aerie.kernels.sampling.choose.choose`."""
+    """Implement `aerie.kernels.sampling.choose.choose`."""
     rows, size = logits.shape
     # with few rows, small parts fill the device; results do not depend on the size
     part = 4 * TILE if rows > 8 else TILE
@@ -138,7 +138,7 @@ def _summarize(x_ptr, x_stride, size, norm_ptr, peak_ptr, PART: tl.constexpr, BL
 
 
 def norms_and_top(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`aerie.kernels.sampling.choose.norms_and_top`."""
+    """Implement `aerie.kernels.sampling.choose.norms_and_top`."""
     rows, size = logits.shape
     parts, blocks = triton.cdiv(size, PART), triton.cdiv(size, BLOCK)
     norms = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)

@@ -213,7 +213,7 @@ def _perturb(
 
 
 def perturb(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary: Tensor | None) -> Tensor:
-    """`aerie.kernels.sampling.draft_scores.perturb`."""
+    """Implement `aerie.kernels.sampling.draft_scores.perturb`."""
     rows, size = logits.shape
     out = torch.empty((rows, size), dtype=torch.float32, device=logits.device)
     filtered = summary is not None

@@ -86,7 +86,7 @@ def apply_penalties(
     path: Tensor | None = None,
     path_tokens: Tensor | None = None,
 ) -> Tensor:
-    """`aerie.kernels.sampling.penalties.apply_penalties`."""
+    """Implement `aerie.kernels.sampling.penalties.apply_penalties`."""
     rows, size = logits.shape
     counts, prompt, bias = tables.output_counts, tables.in_prompt, tables.bias
     out = torch.empty((rows, size), dtype=torch.float32, device=logits.device)
@@ -154,7 +154,7 @@ def _apply_masks(
 
 
 def apply_masks(logits: Tensor, slots: Tensor, index: Tensor, words: Tensor, first: int) -> None:
-    """`aerie.kernels.sampling.penalties.apply_masks`."""
+    """Implement `aerie.kernels.sampling.penalties.apply_masks`."""
     rows, size = logits.shape
     _apply_masks[(rows, triton.cdiv(size, MASK_BLOCK))](
         logits,

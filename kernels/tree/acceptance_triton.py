@@ -173,7 +173,7 @@ def accept_commit(
     max_depth: int,
     synthetic_length: float | None = None,
 ) -> Committed:
-    """`aerie.kernels.tree.acceptance.accept_commit`."""
+    """Implement `aerie.kernels.tree.acceptance.accept_commit`."""
     batch, width, columns = chosen.shape[0], chosen.shape[1], max_depth + 1
     fields = tree.fields
     path, tokens, rows = torch.empty((3, batch, columns), dtype=torch.int64, device=chosen.device).unbind(0)

@@ -128,7 +128,7 @@ def _grow_best(
 def grow_best(
     pool: Candidates | None, above: Level | None, children: Children, depth: int, width: int, num_rows: int
 ) -> tuple[Candidates, Level]:
-    """`aerie.kernels.tree.tree_growth.grow_best`."""
+    """Implement `aerie.kernels.tree.tree_growth.grow_best`."""
     (rows, k), device = children.ids.shape, children.ids.device
     batch, parents = (rows, 1) if above is None else above.tokens.shape
     num_pool = 0 if pool is None else pool.tokens.shape[1]

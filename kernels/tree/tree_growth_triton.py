@@ -90,7 +90,7 @@ def _grow(
 
 
 def grow(candidates: Candidates, above: Level | None, children: Children, first: int, first_bit: int) -> Level:
-    """`aerie.kernels.tree.tree_growth.grow`."""
+    """Implement `aerie.kernels.tree.tree_growth.grow`."""
     k = children.ids.shape[1]
     parents = 1 if above is None else k
     batch, device = candidates.tokens.shape[0], candidates.tokens.device
@@ -214,7 +214,7 @@ def _cut(
 
 
 def write_best(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates, width: int) -> None:
-    """`aerie.kernels.tree.tree_growth.write_best`."""
+    """Implement `aerie.kernels.tree.tree_growth.write_best`."""
     fields = trees.fields
     batch, num_candidates = candidates.scores.shape
     assert num_candidates <= MAX_CUT_CANDIDATES
@@ -336,7 +336,7 @@ def _grow_block(
 
 
 def grow_block(children: Children, width: int) -> Candidates:
-    """`aerie.kernels.tree.tree_growth.grow_block`."""
+    """Implement `aerie.kernels.tree.tree_growth.grow_block`."""
     scores = children.log_probabilities
     (batch, steps, k), device = scores.shape, scores.device
     tokens, parents, depths = torch.empty((3, batch, width - 1), dtype=torch.int64, device=device).unbind(0)

@@ -15,7 +15,7 @@ def read_trees(
     seq_len: Tensor,
     mask_words: Tensor | None = None,
 ) -> RoundRows:
-    """`aerie.kernels.tree.tree_read.read_trees`."""
+    """Implement `aerie.kernels.tree.tree_read.read_trees`."""
     rows = slots.numpy()
     tokens, parents, depths, masks = (field.numpy()[rows, :width] for field in trees.fields)
     alive = depths <= max_depth
@@ -36,7 +36,7 @@ def read_trees(
 
 
 def write_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:
-    """`aerie.kernels.tree.tree_read.write_roots`."""
+    """Implement `aerie.kernels.tree.tree_read.write_roots`."""
     tokens, rows = trees.tokens.numpy(), slots.numpy()
     tokens[rows] = NO_TOKEN
     tokens[rows, 0] = bonus.numpy()[rows]

@@ -93,7 +93,7 @@ def read_trees(
     seq_len: Tensor,
     mask_words: Tensor | None = None,
 ) -> RoundRows:
-    """`aerie.kernels.tree.tree_read.read_trees`."""
+    """Implement `aerie.kernels.tree.tree_read.read_trees`."""
     fields = trees.fields
     batch, device = slots.shape[0], slots.device
     tree = torch.empty((4, batch, width), dtype=torch.int64, device=device)
@@ -138,7 +138,7 @@ def _write_roots(
 
 
 def write_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:
-    """`aerie.kernels.tree.tree_read.write_roots`."""
+    """Implement `aerie.kernels.tree.tree_read.write_roots`."""
     tokens = trees.tokens
     width = tokens.shape[1]
     _write_roots[(slots.shape[0],)](

@@ -104,7 +104,7 @@ def _combine(
 
 
 def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """`aerie.kernels.vocabulary.topk_log_softmax.topk_log_softmax`."""
+    """Implement `aerie.kernels.vocabulary.topk_log_softmax.topk_log_softmax`."""
     rows, size = logits.shape
     assert k <= MAX_K
     parts, device, by_sorting = triton.cdiv(size, BLOCK), logits.device, k > ONE_BY_ONE
@@ -186,7 +186,7 @@ def combine(values: Tensor, indices: Tensor, size: int, broken: int) -> tuple[Te
 
 
 def largest(logits: Tensor, checked: bool = False) -> tuple[Tensor, Tensor]:
-    """`aerie.kernels.vocabulary.topk_log_softmax.largest`."""
+    """Implement `aerie.kernels.vocabulary.topk_log_softmax.largest`."""
     rows, size = logits.shape
     parts = triton.cdiv(size, BLOCK)
     values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)

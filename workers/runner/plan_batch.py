@@ -31,7 +31,7 @@ def entries_of(plan: StepPlan) -> tuple[int, ...]:
 
 
 class Adapters(Protocol):
-    """`aerie.workers.runner.rank_adapters.RankAdapters`."""
+    """The part of `aerie.workers.runner.rank_adapters.RankAdapters` that plans need."""
 
     def place(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Copy adapters into the layers' tables. pairs: (number, index in the tables)."""

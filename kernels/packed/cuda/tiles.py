@@ -43,6 +43,7 @@ class FewRowsTiles:
         return 32 * self.warps_n * self.warps_k
 
     def shared_bytes(self, zeros: bool) -> int:
+        """Return the shared memory: stages of codes, scales, zeros and rows, or later the sums; and their barriers."""
         stage = (4096 + 128 * (1 + zeros)) * self.warps_n + 8 * _ROW_BYTES * self.row_tiles
         sums = self.warps_n * self.warps_k * self.row_tiles * 2048
         return max(self.stages * stage, sums) + 16 * self.stages
@@ -78,7 +79,7 @@ class WideTiles:
 
     def shared_bytes(self, zeros: bool) -> int:
         """Return the shared memory. Zeros need no more, because stages start at multiples of 1,024 bytes."""
-        stage = 256 * self.block_m + 64 * self.outputs + 1024
+        stage = 256 * self.block_m + 64 * self.outputs + 1024  # rows of 128 inputs, codes, scales and zeros
         return max(self.stages * stage, 4 * self.outputs * self.block_m) + 16 * self.stages
 
     def defines(self, gated: bool, half: bool, zeros: bool) -> tuple[tuple[str, int], ...]:
@@ -107,6 +108,7 @@ class ManyRowsTiles:
     outputs = 2 * TILE
 
     def shared_bytes(self, zeros: bool) -> int:
+        """Return the shared memory: stages of rows, codes, scales and zeros; 8 kB for stores; and barriers."""
         stage = 256 * self.block_m + 64 * self.outputs + 256 * (1 + zeros)
         return self.stages * stage + 8192 + 16 * self.stages
 
