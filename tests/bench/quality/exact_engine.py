@@ -115,8 +115,11 @@ def run(engine: LocalEngine, prompts: Sequence[list[int]], output_tokens: int, a
         for i, prompt in enumerate(prompts)
     ]
     answers = {request.request_id: Answer() for request in requests}
+    ends: dict[str, RequestOutput] = {}
 
     def listen(output: RequestOutput) -> None:
+        if output.finish_reason is not None:
+            ends[output.request.request_id] = output
         mine = answers[output.request.request_id]
         mine.ids += output.tokens
         mine.logprobs += [struct.pack("f", each.logprob) for each in output.logprobs or ()]
@@ -124,8 +127,11 @@ def run(engine: LocalEngine, prompts: Sequence[list[int]], output_tokens: int, a
     before = engine.scheduler.stats.num_preemptions
     engine.run(requests, at_once, listen)
     for request, answer in zip(requests, answers.values(), strict=True):
-        sizes = len(answer.ids), len(answer.logprobs)
-        assert sizes == (output_tokens, output_tokens), f"{request.request_id}: {sizes}, {request.finish_reason}"
+        sizes, end = (len(answer.ids), len(answer.logprobs)), ends[request.request_id]
+        assert sizes == (output_tokens, output_tokens), (
+            f"{request.request_id}, prompt of {len(request.prompt)}, {request.cached_tokens} cached: ids and "
+            f"log-probabilities {sizes}, {end.finish_reason} {end.error}"
+        )
     accepted = sum(i * n for request in requests for i, n in enumerate(request.acceptance_histogram))
     return Run(list(answers.values()), engine.scheduler.stats.num_preemptions - before, accepted)
 

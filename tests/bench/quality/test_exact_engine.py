@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from aerie.speculative.build import local_engine, plan_engine
+from aerie.workers.scheduling.plan import SamplingParams
 from tests.bench.models import configured
+from tests.bench.quality import exact_engine
 from tests.bench.quality.exact_engine import ENGINES, SHAPES, Answer, Differences, compare, prompts_of, run, spec_of
 from tests.bench.round import MODELS, has_draft, keep_layers, write_checkpoints
 from tests.support.ranks import forked_ranks  # noqa: F401 - every test has it
@@ -34,6 +36,15 @@ def test_requests_are_preempted_and_copied_drafts_accepted(tmp_path: Path) -> No
         found = run(engine, prompts, 24, 32, "suffix")
     assert found.preempted > 0 and found.accepted > 0 and len(found.answers) == 32
     assert SHAPES[0] == "plain", "the first engine answers alone"
+
+
+def test_an_incomplete_answer_says_how_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoints(tmp_path, "tiny")
+    spec = spec_of(tmp_path, "plain", 2, 48, 24)
+    stops = SamplingParams(24, 0.0, logprobs=0, stop_token_ids=tuple(range(256)))
+    monkeypatch.setattr(exact_engine, "sampling_of", lambda *args: stops)
+    with local_engine(spec) as engine, pytest.raises(AssertionError, match=r"r0, prompt of .*, 0 cached: .*stop"):
+        run(engine, prompts_of(spec, 2, 48), 24, 2, "plain")
 
 
 def test_two_ranks_answer_the_same_requests(tmp_path: Path) -> None:
