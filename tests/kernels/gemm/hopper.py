@@ -1,4 +1,4 @@
-"""What the compile tests of both kernels of `wgmma_cuda` need."""
+"""What tests of CUDA kernels for Hopper need: a mark, and the checks of both kernels of `wgmma_cuda`."""
 
 import re
 from collections.abc import Callable
@@ -17,6 +17,8 @@ from tests.support.kernels.cuobjdump import dumped
 
 WITH_COMPILER = Capability("cuda", HOPPER, frozenset({"triton", "nvrtc"}))
 WITHOUT = Capability("cuda", HOPPER, frozenset({"triton"}))
+HERE = Capability.of(torch.device("cuda")) if torch.cuda.is_available() else Capability("cpu")
+HOPPER_HERE = [pytest.mark.gpu, pytest.mark.skipif(not HERE.compiles_cuda, reason="needs a Hopper GPU and NVRTC")]
 
 
 def served_by(gemm: str) -> Callable[..., bool]:

@@ -6,17 +6,16 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from aerie.kernels.capability import Capability  # noqa: E402
 from aerie.kernels.gemm.choice import choose_gemm  # noqa: E402
 from aerie.kernels.gemm.gated_rows_cuda import GatedRowsGEMM, gated_rows  # noqa: E402
 from aerie.kernels.gemm.tiles import gated_width  # noqa: E402
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
 from aerie.kernels.norm.norm import silu_mul  # noqa: E402
+from tests.kernels.gemm.hopper import HOPPER_HERE  # noqa: E402
 
 DEVICE = torch.device("cuda")
-HERE = Capability.of(DEVICE) if torch.cuda.is_available() else Capability("cpu")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE.compiles_cuda, reason="needs a Hopper GPU and NVRTC")]
+pytestmark = HOPPER_HERE
 
 DTYPES = [torch.bfloat16, torch.float16]
 

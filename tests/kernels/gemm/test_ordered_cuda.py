@@ -10,7 +10,6 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed here")
 
 from aerie.kernels import cuda_source  # noqa: E402
-from aerie.kernels.capability import Capability  # noqa: E402
 from aerie.kernels.gemm.choice import choose_gemm  # noqa: E402
 from aerie.kernels.gemm.ordered_cuda import OrderedCudaGEMM, defines, ordered_cuda, source  # noqa: E402
 from aerie.kernels.gemm.ordered_triton import OrderedGEMM, many_ordered_rows, ordered_rows  # noqa: E402
@@ -24,11 +23,9 @@ from aerie.kernels.gemm.tiles import (  # noqa: E402
 )
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
 from tests.kernels.delta_rule.test_few_rows_cuda import HOPPER, nvrtc_here  # noqa: E402
-from tests.kernels.gemm.hopper import served_by  # noqa: E402
+from tests.kernels.gemm.hopper import HOPPER_HERE, served_by  # noqa: E402
 from tests.support.kernels.cuobjdump import dumped  # noqa: E402
 
-HERE = Capability.of(torch.device("cuda")) if torch.cuda.is_available() else Capability("cpu")
-HOPPER_HERE = [pytest.mark.gpu, pytest.mark.skipif(not HERE.compiles_cuda, reason="needs a Hopper GPU and NVRTC")]
 DEVICE = torch.device("cuda")
 # [outputs, inputs] in Llama-3.1-8B, Llama-3.1-70B, Qwen3-8B and gpt-oss-20b; the last two do not fill their tiles
 SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (1280, 8192), (4096, 12288), (5120, 2880)]

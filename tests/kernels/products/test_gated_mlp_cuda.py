@@ -6,17 +6,17 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from aerie.kernels.capability import Capability, num_multiprocessors  # noqa: E402
+from aerie.kernels.capability import num_multiprocessors  # noqa: E402
 from aerie.kernels.gemm.workspace import Workspace  # noqa: E402
 from aerie.kernels.packed.cuda.gated_mlp_cuda import gated_mlp_of  # noqa: E402
 from aerie.kernels.packed.cuda.gated_mlp_tiles import MAX_ROWS, gated_mlp_tiles, gated_mlp_words  # noqa: E402
 from aerie.kernels.packed.weight import PackedWeight, dequantize  # noqa: E402
+from tests.kernels.gemm.hopper import HOPPER_HERE  # noqa: E402
 from tests.kernels.products.test_packed_product import error, weight_of  # noqa: E402
 
 DEVICE = torch.device("cuda")
-HERE = Capability.of(DEVICE) if torch.cuda.is_available() else Capability("cpu")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE.compiles_cuda, reason="needs a Hopper GPU and NVRTC")]
+pytestmark = HOPPER_HERE
 
 # Llama-3.1-8B; warps and ranges that are no powers of two; ranges with other numbers of items; fewer slices than blocks
 SHAPES = [(4096, 14336), (3584, 18944), (2048, 2304), (2048, 512)]

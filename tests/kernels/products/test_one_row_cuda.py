@@ -8,7 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from aerie.kernels.capability import Capability, num_multiprocessors  # noqa: E402
+from aerie.kernels.capability import num_multiprocessors  # noqa: E402
 from aerie.kernels.experts.gated import GELU_TANH, GPT_OSS, SWIGLU, GatedActivation  # noqa: E402
 from aerie.kernels.experts.route import RouterLogits, Routing, TokenSlots  # noqa: E402
 from aerie.kernels.gemm.choice import choose_gemm  # noqa: E402
@@ -19,12 +19,12 @@ from aerie.kernels.packed.cuda.gated_mlp_tiles import one_row_tiles  # noqa: E40
 from aerie.kernels.packed.experts import PackedExpertWeights, packed_expert_products, with_raised_scales  # noqa: E402
 from aerie.kernels.packed.weight import dequantize  # noqa: E402
 from aerie.kernels.span import Span  # noqa: E402
+from tests.kernels.gemm.hopper import HOPPER_HERE  # noqa: E402
 from tests.kernels.products.test_packed_experts import matrix  # noqa: E402
 
 DEVICE = torch.device("cuda")
-HERE = Capability.of(DEVICE) if torch.cuda.is_available() else Capability("cpu")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE.compiles_cuda, reason="needs a Hopper GPU and NVRTC")]
+pytestmark = HOPPER_HERE
 
 
 @pytest.mark.parametrize("n,k", [(5120, 2880), (2880, 4096), (300, 7040), (2048, 96)])

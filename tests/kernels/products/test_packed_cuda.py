@@ -7,7 +7,6 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed here")
 
-from aerie.kernels.capability import Capability  # noqa: E402
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
 from aerie.kernels.norm.norm import silu_mul  # noqa: E402
 from aerie.kernels.packed.cuda.kernels_cuda import CudaPackedProduct, packed_cuda  # noqa: E402
@@ -15,12 +14,12 @@ from aerie.kernels.packed.cuda.tiles import SHARED_SUMS, FewRowsTiles, ManyRowsT
 from aerie.kernels.packed.product import choose_product  # noqa: E402
 from aerie.kernels.packed.tiles import packed_workspace_size  # noqa: E402
 from aerie.kernels.packed.weight import dequantize  # noqa: E402
+from tests.kernels.gemm.hopper import HOPPER_HERE  # noqa: E402
 from tests.kernels.products.test_packed_product import BOUND, DENSE_BOUND, LARGE, error, weight_of  # noqa: E402
 
 DEVICE = torch.device("cuda")
-HERE = Capability.of(DEVICE) if torch.cuda.is_available() else Capability("cpu")
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HERE.compiles_cuda, reason="needs a Hopper GPU and NVRTC")]
+pytestmark = HOPPER_HERE
 
 TILES: list[Tiles] = [
     FewRowsTiles(1, 1, 8, 2, 16),
