@@ -15,23 +15,14 @@ import httpx
 import pytest
 
 from aerie.cluster.replica.supervisor import WATCH_PERIOD_S
-from tests.e2e.checkpoint import make_tokenizer
 from tests.e2e.serving import Server, actor_pids, engine_stats, serving, wait_idle
-from tests.support.scripted import VOCABULARY, scripted_token
-from tests.support.tiny_models import make_target
+from tests.support.scripted import scripted_token
 
 pytestmark = [pytest.mark.ray, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
 PROMPT = [5, 6, 7]
 MAX_RUNNING = 8
 RECOVERY_LIMIT_S = 60.0  # process starts on a loaded two-core machine
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("checkpoint")
-    make_tokenizer(make_target(folder / "target", vocab_size=VOCABULARY), VOCABULARY)
-    return folder
 
 
 def _args(**engine: Any) -> dict[str, Any]:

@@ -12,10 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.checkpoint import make_tokenizer
 from tests.e2e.serving import Server, actor_pids, engine_stats, serving
-from tests.support.scripted import VOCABULARY, scripted_token
-from tests.support.tiny_models import make_target
+from tests.support.scripted import scripted_token
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
@@ -30,13 +28,6 @@ def _args(**engine: Any) -> dict[str, Any]:
         "ingress": {"num_replicas": 1},
         "engine": engine,
     }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("checkpoint")
-    make_tokenizer(make_target(folder / "target", vocab_size=VOCABULARY), VOCABULARY)
-    return folder
 
 
 @pytest.fixture(scope="module")

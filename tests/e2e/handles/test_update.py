@@ -7,12 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.checkpoint import make_tokenizer
 from tests.e2e.scripted_rank import SlowEngine
 from tests.e2e.serving import Server, engine_stats, serving
 from tests.e2e.test_replicas import Load
-from tests.support.scripted import VOCABULARY
-from tests.support.tiny_models import make_target
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.filterwarnings("ignore::ResourceWarning")]
 
@@ -24,13 +21,6 @@ def _args(**engine: Any) -> dict[str, Any]:
         "ingress": {"num_replicas": 1},
         "engine": engine,
     }
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder: Path = tmp_path_factory.mktemp("checkpoint")
-    make_tokenizer(make_target(folder / "target", vocab_size=VOCABULARY), VOCABULARY)
-    return folder
 
 
 @pytest.fixture(scope="module")
