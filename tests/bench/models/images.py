@@ -232,9 +232,9 @@ def main() -> None:
     rows = []
     with tempfile.TemporaryDirectory() as given:
         folder = Path(given)
-        sides, kind = arguments.sides, {"qw": "qwen2_5_vl", "ge": "gemma3"}[arguments.model[:2]]
+        sides, family = arguments.sides, arguments.model[:7]
         if arguments.tiny:
-            make_image_model(folder, kind)
+            make_image_model(folder, {"gemma-3": "gemma3", "gemma-4": "gemma4"}.get(family, "qwen2_5_vl"))
             sides = [16, 40]
         else:
             write(folder, arguments.model)
