@@ -162,9 +162,6 @@ def test_text_that_is_not_wanted(llm: LLM) -> None:
 
 def test_defaults_are_the_models(llm: LLM) -> None:
     assert llm.get_default_sampling_params() == SamplingParams(temperature=0.0, max_tokens=256)
-    given: dict[str, Any] = {"temperature": 0.7, "top_k": 5}
-    with LLM("eagle", override_generation_config=given, tensor_parallel_size=1, quantization=None) as own:
-        assert own.get_default_sampling_params() == SamplingParams(temperature=0.7, top_k=5, max_tokens=256)
 
 
 def test_the_prefix_cache_is_emptied_and_shown(llm: LLM) -> None:
@@ -224,7 +221,7 @@ def test_the_tokenizer_is_transformers_own(llm: LLM) -> None:
     assert llm.chat([{"role": "user", "content": "Hello"}])[0].prompt == text
 
 
-def test_scripts_have_the_options_of_a_model() -> None:
+def test_scripts_have_the_options_of_a_model_and_defaults_of_their_own() -> None:
     parser = EngineArgs.add_cli_args(ArgumentParser())
     parser.add_argument("--temperature", type=float)
     line = ["--model", "eagle3", "-tp", "2", "--enforce-eager", "--temperature", "0.5"]
@@ -232,5 +229,8 @@ def test_scripts_have_the_options_of_a_model() -> None:
     assert (args.model, args.options) == ("eagle3", {"tensor_parallel_size": "2", "enforce_eager": True})
     given = vars(parser.parse_args(["--max-model-len", "512"]))
     del given["temperature"]
-    with LLM(**given) as llm, pytest.raises(ValueError, match="maximum context length is 512"):
-        llm.generate([3] * 600)
+    own = {"override_generation_config": {"temperature": 0.7, "top_k": 5}, "quantization": None}
+    with LLM(**given | own) as llm:
+        with pytest.raises(ValueError, match="maximum context length is 512"):
+            llm.generate([3] * 600)
+        assert llm.get_default_sampling_params() == SamplingParams(temperature=0.7, top_k=5, max_tokens=256)
