@@ -120,18 +120,41 @@ def mixture(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return Pair(target, eagle, eagle, prompts), SpeculativeConfig("", "mtp", 3, 1, 4)
 
 
+def exact_spec(pair: Pair, speculative: SpeculativeConfig | None, max_step_tokens: int, pages: int = 400) -> EngineSpec:
+    spec: EngineSpec = pair.spec(speculative, CacheConfig(16, pages), SchedulerConfig(16, max_step_tokens))
+    model = dataclasses.replace(spec.worker.model, device="cuda", dtype="bfloat16")
+    worker = dataclasses.replace(spec.worker, model=model, deterministic=True, debug=False)
+    return dataclasses.replace(spec, worker=worker)
+
+
 def test_with_experts_and_recurrent_layers_neither(mixture: tuple[Pair, SpeculativeConfig]) -> None:
     """Company, speculation, cuts of prompts."""
     pair, chain = mixture
 
     def outputs(speculative: SpeculativeConfig | None, at_once: int, max_step_tokens: int) -> list[list[int]]:
-        spec = pair.spec(speculative, CacheConfig(16, 400), SchedulerConfig(16, max_step_tokens))
-        model = dataclasses.replace(spec.worker.model, device="cuda", dtype="bfloat16")
-        worker = dataclasses.replace(spec.worker, model=model, deterministic=True, debug=False)
         sampling = SamplingParams(48, 1.0, seed=7)
-        return answers(dataclasses.replace(spec, worker=worker), pair.prompts, sampling, at_once)
+        return answers(exact_spec(pair, speculative, max_step_tokens), pair.prompts, sampling, at_once)
 
     expected = outputs(None, 1, 512)
     assert outputs(None, 9, 48) == expected
     assert outputs(chain, 1, 512) == outputs(chain, 9, 96) == expected
     assert outputs(dataclasses.replace(chain, num_steps=4, top_k=3, num_draft_tokens=10), 9, 128) == expected
+
+
+def test_with_experts_and_recurrent_layers_neither_does_the_prefix_cache(
+    mixture: tuple[Pair, SpeculativeConfig],
+) -> None:
+    """The same requests once more in an engine, from cached pages and states, beside rounds of others; with few pages,
+    after preemptions."""
+    pair, chain = mixture
+    sampling = SamplingParams(48, 1.0, seed=7, logprobs=0)
+    expected = answers(exact_spec(pair, None, 512), pair.prompts, sampling, 1)
+    for speculative, pages in ((None, 400), (None, 40), (chain, 400)):
+        with local_engine(exact_spec(pair, speculative, 96, pages)) as engine:
+            for _ in range(3):
+                requests = engine.generate(pair.prompts, sampling, 9)
+                assert [list(request.output) for request in requests] == expected
+            if pages == 400:
+                assert any(request.cached_tokens for request in requests)
+            else:
+                assert engine.scheduler.stats.num_preemptions > 0
