@@ -115,8 +115,10 @@ class Placeholder(msgspec.Struct, frozen=True, array_like=True):
 class PreparedImage(msgspec.Struct, frozen=True, array_like=True):
     """An image's patches, or why there are none.
 
-    grid, data: see `Image`.
-    num_rows: number of its tokens.
+    grid: its patches as frames, rows and columns.
+    data: [patches, channels, pixels of a patch] uint8: see `Image`.
+    placeholder: what stands for the image in prompts.
+    num_rows: number of its tokens, each of which has a row of embeddings.
     fault: what is wrong with the image; "" if it is prepared.
     """
 

@@ -53,6 +53,7 @@ class Answer:
     include_stop: whether the answer includes the stop string or the stop token's text.
     min_tokens: stop strings count only after that many tokens.
     eos_token_ids: reported as end of sequence.
+    finish: finish reason; None until the last piece.
     num_tokens: number of tokens including the one that ended the answer, as in vLLM's usage.
     cached_tokens, speculation: those of the last delta that had them.
     prompt_scores: log-probabilities of the prompt, if requested; complete with the first token.
@@ -60,8 +61,9 @@ class Answer:
     versions: `TokenDelta.weight_versions` of all tokens, those dropped after a stop string included.
     routed_experts: `TokenDelta.routed_experts`.
     matched_stop: the stop string, or the id of the token that ended the answer, end of sequence included.
+    stop_reason: as matched_stop, but None at end of sequence.
 
-    The text of a stop token is not shown. Accepted tokens after a stop string are dropped from text, tokens, logprobs
+    Without include_stop, the text of a stop token is not shown. Accepted tokens after a stop string are dropped from text, tokens, logprobs
     and counts.
     """
 
@@ -127,7 +129,7 @@ class Answer:
         return self._piece(delta, shown, offsets, texts)
 
     def _show(self, text: str, shown: list[str]) -> bool:
-        """Add the visible part of `text` to `shown`. Return whether a stop string ended the answer."""
+        """Add the visible part of `text` to `shown`, the parts to send. Return whether a stop string ended the answer."""
         self._decoded_len += len(text)
         if self.num_tokens <= self._min_tokens:
             shown.append(text)
@@ -142,7 +144,11 @@ class Answer:
         return True
 
     def _finish(self, delta: TokenDelta, held: str, shown: list[str]) -> None:
-        """Process the engine's last delta. A stop string completed by held-back text has priority."""
+        """Process the engine's last delta. A stop string completed by held-back text has priority.
+
+        held: text that the detokenizer still held back, from its `flush`.
+        shown: receives the text to send; also what the stop matcher held back.
+        """
         if not self._show(held, shown):
             shown.append(self._matcher.flush())
             self.finish = _END_REASONS[delta.finish]

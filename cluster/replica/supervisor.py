@@ -44,8 +44,8 @@ from aerie.workers.scheduling.scheduler import Scheduler
 
 
 class EagleCoordinator:
-    """The scheduler's loop in an actor. Starts without the loop, so that it can report "starting" while workers
-    load."""
+    """The Ray actor that runs the coordinator: the scheduler's loop of one engine. It has nothing to do with EAGLE
+    drafts. Starts without the loop, so that it can report "starting" while workers load."""
 
     async def __init__(self, plan: ReplicaPlan, engine_id: str, transport: Transport) -> None:  # type: ignore[misc]
         raise_open_files()
@@ -89,7 +89,7 @@ class EagleCoordinator:
         self._coordinator = coordinator
 
     async def endpoint(self) -> str:
-        """Return the inbox for `connect_engine`; "" before `open`."""
+        """Return the ZeroMQ address of the loop's inbox, for `connect_engine`; "" before `open`."""
         return "" if self._coordinator is None else self._coordinator.endpoint
 
     async def attach(self, endpoints: list[str], epoch: int, costs: CostTable | None, locations: list[str]) -> None:

@@ -129,18 +129,23 @@ def _plan_latent(
     TOGETHER: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """Write the plan; one program. A tile is TILE_ROWS * CLUSTER rows x heads of a request.
+    """Write the plan; one program. A tile is TILE_ROWS * CLUSTER rows x heads of a request. A piece is the part of a
+    tile's tokens that one cluster computes.
 
-    pieces_ptr, extents_ptr, merges_ptr: arrays of `LatentPlanArrays`, pieces_stride (MERGERS_STRIDE) apart.
-    work_indptr_ptr: first piece of each cluster.
-    added: tokens after the prefix that a request has.
+    prefix_len_ptr: [num_requests] int32.
+    pieces_ptr: [3, pieces_stride] int32, written: the arrays of PIECE_ARRAYS, one entry per piece.
+    extents_ptr: [5, pieces_stride] int32, written: the arrays of EXTENT_ARRAYS, one entry per piece.
+    merges_ptr: [5, MERGERS_STRIDE] int32, written: the arrays of MERGE_ARRAYS, one entry per program that may merge.
+    work_indptr_ptr: [CLUSTERS + 1] int32, written: first piece of each cluster, then the number of pieces.
+    added: tokens of each request after its prefix.
+    table_width: entries per request of the page table.
     ROWS, HEADS: rows and heads of a request.
     TILES: tiles of a request.
     CAUSAL: each tile ends at the last token that its rows see.
     CLUSTERS: number of clusters, of CLUSTER programs each.
     TILE_TOKENS: a piece is a multiple of it.
     MERGERS: programs that may merge.
-    TASKS: tiles of all requests, padded.
+    TASKS: tiles of all requests, padded; a task is a tile's number among them.
     TOGETHER: pieces per tile written at a time.
     PADDED: clusters and mergers, padded.
     """

@@ -83,6 +83,14 @@ def _attend_latent(
 ):
     """Attend for one tile of rows x heads of a request over one item of its context.
 
+    q_ptr: [requests * ROWS, HEADS, D + ROTATED].
+    rows_ptr: [pages, PAGE, D + ROTATED], the latent rows of the pool, contiguous; as pairs with PAIRS.
+    latent_desc, rotated_desc: tensor maps of the same rows (`latent_maps`), which load tiles that lie on one page. None
+        if BLOCK_N does not divide PAGE or tensor maps do not support the rows; then tiles are loaded by rows_ptr.
+    out_ptr: [requests * ROWS, HEADS, D], contiguous.
+    mask_ptr: [requests, ROWS] int64 bits of the suffix columns that each row sees.
+    prefix_ptr: [requests] int32 KV tokens before the suffix.
+    table_ptr: [requests, table_stride] int32 page table.
     items_ptr: fields of `split_kv_triton`: request, first and last position, index of the item's partial result, the
         request's first partial, and its number of items.
     ROWS, HEADS: rows and heads of a request, packed into tiles of BLOCK_M; COLUMNS tiles.
@@ -91,14 +99,18 @@ def _attend_latent(
     APART: a second kernel merges partial results; else the programs that finish last, FAN at a time and SLICE of the D
         numbers at once.
     FIXED: a row's bits do not depend on other requests (`DecodePlan.fixed`).
-    PATHS: a tree in a fixed plan: tiles with nodes are read for each row with that row's path in chain order.
+    PATHS: the batch verifies trees in a fixed plan. A row then sums over its own path (root to node) as a chain does:
+        tiles beyond the prefix are read once per row, with the nodes of that row's path as adjacent tokens. A node's
+        result thus has the bits that it has in non-speculative decoding.
     PART_M: rows stored per partial result.
     WINDOW: 0 without one.
     UNIT: factor on softmax weights (`weight_unit`), undone by value_scale.
-    PAIRS: rows are FP8, read as pairs of numbers; acc has the even columns, acc_odd the odd ones.
+    PAIRS: rows are FP8, read as pairs of numbers; the sums of even and odd columns are separate (acc, acc_odd).
+    PDL: launched early: wait for the previous kernel before the first read of its results (`aerie.kernels.pdl`).
     UPCAST: multiply in float32, for the interpreter.
-    The other pointers and strides are those of `attend_latent`'s tensors and of its plan's workspace; scale_log2
-    includes log2(e).
+    part_ptr, lse_ptr, ticket_ptr: partial results, their log-sum-exps and num_tickets counters: the plan's workspace.
+    scale_log2: factor on scores, including log2(e). value_scale: factor on the output.
+    suffix_len: tokens after the prefix, at most 63.
     """
     item = items_ptr + tl.program_id(1) * ITEM_FIELDS
     request = tl.load(item)

@@ -4,9 +4,11 @@
 A latent row is key and value: its first D numbers are both, and the ROTATED numbers after them belong to the key. A
 tile is loaded once and multiplied twice.
 
-TOKENS is the token axis of the scores. The first operand of wgmma has 64 rows. With TOKENS = 1 these are rows of q.
-With TOKENS = 0 they are tokens in the first product and dimensions in the second, so tiles of only 16 or 32 rows of q
-fill them.
+TOKENS is the token axis of the scores. wgmma's first operand has 64 rows, so it chooses what must come in multiples of
+64:
+- TOKENS = 1: scores [rows of q, tokens]. q is the first operand of both products, so a tile has 64 rows of q or more.
+- TOKENS = 0: transposed, scores [tokens, rows of q]. The first operand has tokens as rows in the first product, and
+  dimensions of the value in the second. Rows of q are columns, so a tile may have only 16 or 32.
 """
 
 import torch

@@ -60,8 +60,14 @@ def grouped_experts(
 ) -> Tensor:
     """Return the weighted sum of experts: sort rows by expert, then two grouped GEMMs.
 
+    x: [rows, size].
+    chosen: [rows, k] experts of each row, any integer dtype.
+    weight: [rows, k] float32, their routing weights.
     gate_up, down: [experts, 2 * width, size] and [experts, size, width].
-    partly: whether `chosen` may have indices after the last expert, which contribute nothing.
+    partly: whether `chosen` may have the index `experts`, one after the last, which contributes nothing
+        (`local_expert_ids`).
+    activation: of gate and up.
+    biases: [experts, 2 * width] and [experts, size].
 
     In bfloat16 on compute capability 9.0 there is no device sync. Otherwise torch 2.13 multiplies expert by expert and
     reads the row counts on the host.
@@ -71,12 +77,12 @@ def grouped_experts(
     numbers = torch.arange(gate_up.shape[0], device=x.device)
     ends = torch.searchsorted(experts, numbers, right=True, out_int32=True)
     inner = F.grouped_mm(x.index_select(0, order // k), gate_up.transpose(1, 2), offs=ends)
-    own = experts.clamp_max(gate_up.shape[0] - 1)
+    biased = experts.clamp_max(gate_up.shape[0] - 1)  # index in `biases`; of a row without an expert, any
     if biases is not None:
-        inner = inner + biases[0].index_select(0, own)
+        inner = inner + biases[0].index_select(0, biased)
     outputs = F.grouped_mm(_activated(inner, activation), down.transpose(1, 2), offs=ends)
     if biases is not None:
-        outputs = outputs + biases[1].index_select(0, own)
+        outputs = outputs + biases[1].index_select(0, biased)
     by_row = torch.empty_like(outputs).index_copy_(0, order, outputs).view(num_rows, k, -1)
     if partly:  # rows without an expert are uninitialised
         by_row = by_row.masked_fill((chosen == gate_up.shape[0]).unsqueeze(-1), 0.0)

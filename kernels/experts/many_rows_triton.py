@@ -6,15 +6,15 @@ for a layer of a DeepSeek-V3 rank, 209 instead of 226 us with 24 rows, 321 inste
 Four launches: the order; gate and up projections of gathered rows; weighted down projections, one result per row and
 expert; their sum. With very many rows the last two run over spans of columns, which bounds memory.
 
-For one `gate_up.block_n`, a row's result depends on that row alone, because sums are not split. On an H200 an output
-has the same bits for any number of rows beside it: in 16 bits with weights as the first operand
-(`tests.kernels.gemm.test_ordered_cuda`), which deterministic engines therefore have in all blocks; in FP8 with either
-operand first (`tests.kernels.products.test_fp8_gemm`).
-
 There are two kinds of blocks, because the tensor core's first operand has at least 64 rows. Blocks of 64 rows are the
-first operand; shorter blocks are the second operand, and the weights the first. As first operand, a thread holds the
-scales of two rows instead of 16, a step takes 210 instructions per warp instead of 360, and three programs fit on a
-multiprocessor instead of one (`ba50aa9`).
+first operand; shorter blocks are the second operand, and the weights the first. With a block as the first operand, a
+thread holds the scales of two rows of the block instead of 16, a step takes 210 instructions per warp instead of 360,
+and three programs fit on a multiprocessor instead of one (`ba50aa9`).
+
+For one `gate_up.block_n`, a row's result depends on that row alone, because sums are not split. On an H200 an output
+has the same bits for any number of rows beside it, under these conditions. In 16 bits the weights must be the first
+operand (`tests.kernels.gemm.test_ordered_cuda`), so deterministic engines multiply all blocks in that way. In FP8
+either operand may be first (`tests.kernels.products.test_fp8_gemm`).
 """
 
 import math
@@ -51,7 +51,7 @@ _MAX_HELD = 4  # steps of a down projection for which a program keeps its rows i
 _MIN_BLOCKS, _MAX_BLOCKS = 8, 28  # blocks of columns per program, for short blocks of rows
 _START_COST = 2.5  # cost of starting a program, in blocks
 _MAX_RESIDENT = 5  # programs per multiprocessor, limited by registers
-_SUM_COLUMNS = 1024
+_SUM_COLUMNS = 1024  # columns per program of the sum over a row's experts
 
 
 @triton.jit(do_not_specialize=["span_index"])

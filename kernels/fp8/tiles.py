@@ -287,14 +287,16 @@ def rounding_columns(weight: Fp8Matrix, tiles: Fp8GemmTiles) -> int:
 
 
 def fp8_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
-    """Return cells and tickets of a `Workspace` for weights of these shapes [N, K]."""
-    # of `_split` and `fp8_ordered_wide_tiles`, for any number of rows
+    """Return the sizes of a `Workspace` for weights of these shapes [N, K]: float32 partial sums, and int32 counters of
+    programs that have stored theirs. They are the largest that any split product needs, for any number of rows."""
+    # The need of `_split` and `fp8_ordered_wide_tiles`: one program of 128 x 128 sums for each multiprocessor, or two of
+    # 64 x 64.
     needed = [(MULTIPROCESSORS * 128 * 128, MULTIPROCESSORS)]
     for n, k in shapes:
-        few = [tiles for rows in (16, 32, 64, MAX_ROWS) for tiles in _few_row_tiles(rows, n, k)]
-        fewest = [fp8_ahead_tiles(rows, n, k) for rows in (1, 2, 4, MAX_AHEAD_ROWS)]
-        sums = [(tiles.splits, tiles.block_n, tiles.block_m) for tiles in few]
-        sums += [(tiles.splits, SCALE_ROWS, tiles.rows) for tiles in fewest if tiles is not None]
+        few_rows = [tiles for rows in (16, 32, 64, MAX_ROWS) for tiles in _few_row_tiles(rows, n, k)]
+        read_ahead = [fp8_ahead_tiles(rows, n, k) for rows in (1, 2, 4, MAX_AHEAD_ROWS)]
+        sums = [(tiles.splits, tiles.block_n, tiles.block_m) for tiles in few_rows]
+        sums += [(tiles.splits, SCALE_ROWS, tiles.rows) for tiles in read_ahead if tiles is not None]
         for splits, block_n, rows in sums:
             if splits > 1:
                 tiles_of_w = cdiv(n, block_n)

@@ -1,8 +1,9 @@
 """The Triton implementation of `aerie.kernels.packed.experts`.
 
-One row, two launches: gate and up projections of each used expert; down projections and their weighted sum. More rows,
-four launches: the sort by expert; gate and up projections of each block; down projections, one result
-per row and expert; their sum. With very many rows the last two run over spans of outputs, which bounds memory.
+Few rows (`lists_experts`), two launches: gate and up projections of all rows with each used expert; down projections
+and their weighted sum. More rows, or deterministic engines, four launches: the sort by expert; gate and up projections
+of each block of rows; down projections, one result per row and expert; their sum. With very many rows the last two run
+over spans of outputs, which bounds memory.
 """
 
 from typing import Any
@@ -54,15 +55,16 @@ def listed_experts(
     """Write the weighted sum of each row's experts to `out`; zeros for padding rows.
 
     x: [rows, size] bfloat16, last stride 1; at most `tiles.block_m` rows.
-    routed: from `aerie.kernels.experts.route_triton`, with listed experts.
+    routed: from `aerie.kernels.experts.route_triton`; `routed.used` lists the experts that any row uses. Each has a
+        block of all rows.
     workspace: at least `aerie.kernels.packed.expert_tiles.partial_sizes`.
     """
     assert routed.used is not None and x.shape[0] <= tiles.block_m
-    blocks = routed.used.shape[0] * tiles.block_m
-    hidden = torch.empty((blocks, weights.width), dtype=x.dtype, device=x.device)
-    share = torch.empty(blocks, dtype=torch.float32, device=x.device)
-    gate_up(x, routed, routed.used, None, weights, workspace, tiles.gate_up, hidden, share)
-    return down_of_used(hidden, share, routed, weights, workspace, tiles.down, out)
+    block_rows = routed.used.shape[0] * tiles.block_m
+    hidden = torch.empty((block_rows, weights.width), dtype=x.dtype, device=x.device)
+    weight_of_row = torch.empty(block_rows, dtype=torch.float32, device=x.device)
+    gate_up(x, routed, routed.used, None, weights, workspace, tiles.gate_up, hidden, weight_of_row)
+    return down_of_used(hidden, weight_of_row, routed, weights, workspace, tiles.down, out)
 
 
 def down_of_used(
@@ -170,8 +172,11 @@ def gate_up(
     """Write the inner activations of blocks to `hidden`.
 
     x: [rows, size] in 16 bits, last stride 1.
+    routed: the rows' experts and routing weights.
     experts: [blocks] int32 expert of each block.
     pairs: int32 (row, slot) pairs of the blocks' rows; None: each block has all rows.
+    workspace: for sums shared by several programs; None if tiles.splits is 1.
+    hidden: [rows of all blocks, width], written.
     share: [blocks * 8] float32, written without `pairs`: routing weights of the rows.
     """
     rows, slots = routed.chosen.shape

@@ -1,11 +1,15 @@
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """Kernels of `aerie.kernels.sampling.filters`: a search over gaps instead of a sort.
 
-A gap has 24 bits. Each pass counts the tokens (top-k) or sums the masses (top-p) within seven limits, which determines
-three bits, so a search has eight passes. The split of a row into parts depends only on its size, and parts are summed
-in a fixed order, so a row's limits do not depend on other rows. Each pass first sums the results of the previous pass
-over the parts, because only a kernel boundary is a barrier. Programs return at once for rows without the filter or with
-a finished search.
+A token's gap is the distance of its logit from the row's largest, an integer of 24 bits (`filters`). The limit that is
+searched is the smallest gap such that the tokens up to it suffice: their number for top-k, or their mass for top-p. As
+gaps are integers, the search is exact. Its bracket is the range of gaps that may still be the limit: first all, of which
+each pass keeps an eighth. A pass counts the tokens, or sums their masses, up to seven gaps that divide the bracket into
+eighths. That determines three bits of the limit, so a search has eight passes.
+
+The split of a row into parts depends only on its size, and parts are summed in a fixed order, so a row's limits do not
+depend on other rows. Each pass first sums the results of the previous pass over the parts, because only a kernel
+boundary is a barrier. Programs return at once for rows without the filter or with a finished search.
 """
 
 import torch
@@ -20,8 +24,8 @@ from aerie.kernels.sampling.gumbel_triton import log
 UNITS = tl.constexpr(reference.UNITS)
 MAX_GAP = tl.constexpr(reference.MAX_GAP)
 PER_UNIT = tl.constexpr(-1.4426950408889634 / reference.UNITS)  # log2 of a token's mass, per unit of its gap
-LEVELS = 8
-PART, TILE = 4096, 512
+LEVELS = 8  # passes of a search
+PART, TILE = 4096, 512  # logits per program, and of these at a time
 
 
 @triton.jit
@@ -40,14 +44,15 @@ def gap_of(x, peak, temperature):
 
 @triton.jit
 def _totals(sum_ptr, parts, PARTS: tl.constexpr):
-    """Return the sums of a row over its parts: [8]."""
+    """Return the sums of a row over its parts: [8]. sum_ptr: [parts, 8]. PARTS: parts, padded."""
     part, column = tl.arange(0, PARTS)[:, None], tl.arange(0, 8)[None, :]
     return tl.sum(tl.load(sum_ptr + part * 8 + column, mask=part < parts, other=0.0), 0)
 
 
 @triton.jit
 def _advance(lowest, shift, needed, totals):
-    """Return the lower end of the first of eight intervals, 2^shift wide, whose sum reaches `needed`."""
+    """Return the next lower end of a bracket from `lowest`: that of the first of eight intervals, 2^shift gaps wide,
+    whose sum reaches `needed`. totals: [8] sums up to the end of each interval; the eighth is not read."""
     short = (totals < needed) & (tl.arange(0, 8) < 7)
     return lowest + (tl.sum(short.to(tl.int32), 0) << shift)
 
@@ -60,7 +65,7 @@ def _encoded(limit):
 
 @triton.jit
 def _final_limit(lowest, needed, sum_ptr, parts, PARTS: tl.constexpr):
-    """Return the limit found by a search."""
+    """Return the limit found by a search. lowest, sum_ptr: as its last pass wrote them; `_encoded` if it ended before."""
     limit = _encoded(lowest)
     if lowest >= 0:
         limit = _advance(lowest, 0, needed, _totals(sum_ptr, parts, PARTS))
@@ -119,9 +124,24 @@ def _narrow(
     PART: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Write the sums of one part within seven limits, which divide the bracket into eighths. In the first pass the
-    eighth column is the mass that top-k keeps, of which top-p needs a share; in later passes it is the number of tokens
-    in the bracket. The search ends when one token is left."""
+    """Compute the bracket of pass `level` from the previous pass, and write the sums of one part of a row up to each of
+    seven gaps, which divide the bracket into eighths. The eighth sum is, in the first pass, the mass that top-k keeps;
+    in later passes the number of tokens in the bracket. The search ends when one token is left.
+
+    x_ptr: [rows, size] logits, x_stride between rows.
+    slot_ptr: slots of the requests, which have `width` rows each.
+    temperature_ptr .. int_stride: `Filters.arguments`, without min_p.
+    peak_ptr: [rows, parts] float32, from `_peaks`.
+    before_lowest_ptr, before_sum_ptr: lowest_ptr and sum_ptr of the previous pass. In the first pass of top-p, those of
+        top-k's last pass.
+    lowest_ptr: [rows] int32, written: the bracket's lower end; `_encoded` once the search has ended.
+    sum_ptr: [rows, parts, 8] float32, written.
+    needed_ptr: [rows] float32: what the tokens up to the limit must reach, top_k tokens or a share top_p of the mass
+        that top-k keeps, which is known from the second pass on. Written by each pass.
+    BY_MASS: search top-p's limit; else top-k's.
+    PARTS: parts, padded.
+    PART, TILE: logits per program, and of these at a time.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     parts = tl.num_programs(1)
     slot = tl.load(slot_ptr + row // width)
@@ -190,7 +210,13 @@ def _limits(
     parts,
     PARTS: tl.constexpr,
 ):
-    """Combine the limits that the searches found with min-p's, which needs no search."""
+    """Write a row's limit: the smaller of the one that the searches found and min-p's, which needs no search.
+
+    slot_ptr .. peak_ptr: as in `_narrow`.
+    lowest_ptr, sum_ptr, needed_ptr: of the last pass of the last search.
+    row_peak_ptr, limit_ptr: fields of `Limits`, written.
+    parts: parts of a row; PARTS: padded.
+    """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + row // width)
     top_k, top_p = tl.load(top_k_ptr + slot * int_stride), tl.load(top_p_ptr + slot * float_stride)

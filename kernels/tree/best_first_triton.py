@@ -15,7 +15,11 @@ from aerie.kernels.tree.nodes import Candidates, Children, Level
 
 @triton.jit
 def _are_best(score, there, limit):
-    """Return whether each of the scores is among the `limit` largest; among equal ones the first are."""
+    """Return whether each of the scores is among the `limit` largest; among equal ones the first are.
+
+    score: [TOTAL] float32.
+    there: [TOTAL], which scores compete; at least `limit`.
+    """
     key = ordered(score).to(tl.uint32, bitcast=True) ^ 0x80000000
     key = tl.where(there, key, 0)
     last = tl.zeros([1], tl.uint32)
@@ -66,12 +70,21 @@ def _grow_best(
 ):
     """Add one level to the pool of one tree: its best `num_survivors` entries stay.
 
-    pool_*_ptr: the pool before: num_pool entries. above_*_ptr: the `parents` nodes that have K children each.
-    token_ptr to depth_ptr: the pool after. level_*_ptr: the num_rows nodes to expand next.
+    score_ptr, id_ptr: [requests, parents, K] log-probabilities and draft ids of the children; [requests, K] if SHARED.
+    map_ptr: [draft vocabulary] target ids, or None.
+    pool_*_ptr: [requests, num_pool], fields of `Candidates`: the pool before. Not read at the ROOT.
+    above_score_ptr, above_candidate_ptr: [requests, parents], fields of the level above, whose nodes have K children
+        each. Not read at the ROOT.
+    token_ptr, node_score_ptr, parent_ptr, depth_ptr: [requests, num_survivors], the pool after, written.
+    level_*_ptr: [requests, num_rows], fields of `Level`: the nodes to expand next, written.
+    depth: depth of the children.
     ROOT: the first level.
     SHARED: all nodes of a level have the same children.
     CUT: there are more entries than stay.
-    TOTAL, ROWS: entries and num_rows, padded.
+    TOTAL: num_pool + parents * K, padded: the entries, first the pool's, then the children.
+    ROWS: num_rows, padded.
+
+    `over` is the parent of each entry: first its index in the pool before, then in the pool after, -1 for the root.
     """
     b = tl.program_id(0)
     entry = tl.arange(0, TOTAL)
@@ -99,7 +112,7 @@ def _grow_best(
     if CUT:
         survives = _are_best(score, survives, num_survivors)
     rank = tl.cumsum(survives.to(tl.int32), 0) - 1
-    if not ROOT:
+    if not ROOT:  # from indices in the pool before to those in the pool after; a survivor's parent survives, too
         over = tl.where(over >= 0, tl.gather(rank, tl.maximum(over, 0), 0), -1)
     out = b * num_survivors + rank
     tl.store(token_ptr + out, token, mask=survives)
@@ -128,19 +141,28 @@ def _grow_best(
 def grow_best(
     pool: Candidates | None, above: Level | None, children: Children, depth: int, width: int, num_rows: int
 ) -> tuple[Candidates, Level]:
-    """Implement `aerie.kernels.tree.tree_growth.grow_best`."""
+    """Implement `aerie.kernels.tree.tree_growth.grow_best`: let a level's children compete with the pool of nodes kept
+    so far. Return the pool after, and the next level's nodes.
+
+    pool: [B, n] per field; None before the first level.
+    above: the level, [B, P] per field; None: the root.
+    children: [B * P, k], or [B, k] if all nodes of a level have the same.
+    depth: depth of the children.
+    width: nodes of a tree, its root included.
+    num_rows: nodes of the next level.
+    """
     (rows, k), device = children.ids.shape, children.ids.device
     batch, parents = (rows, 1) if above is None else above.tokens.shape
     num_pool = 0 if pool is None else pool.tokens.shape[1]
     total = num_pool + parents * k
     num_survivors = min(total, width - 1)
-    tokens, over, depths = torch.empty((3, batch, num_survivors), dtype=torch.int64, device=device).unbind(0)
+    tokens, parent_of, depths = torch.empty((3, batch, num_survivors), dtype=torch.int64, device=device).unbind(0)
     scores = torch.empty((batch, num_survivors), dtype=torch.float32, device=device)
-    survivors = Candidates(tokens, scores, over, depths, depth)
+    survivors = Candidates(tokens, scores, parent_of, depths, depth)
     level_tokens, candidate, parent = torch.empty((3, batch, num_rows), dtype=torch.int64, device=device).unbind(0)
     level_scores = torch.empty((batch, num_rows), dtype=torch.float32, device=device)
     level = Level(level_tokens, level_scores, candidate, None, parent.flatten())
-    old, over_level = pool or survivors, above or level
+    old, read = pool or survivors, above or level  # at the root any tensors, which the kernel does not read
     padded = max(16, triton.next_power_of_2(total))
     _grow_best[(batch,)](
         children.log_probabilities,
@@ -150,11 +172,11 @@ def grow_best(
         old.scores,
         old.parents,
         old.depths,
-        over_level.scores,
-        over_level.candidate,
+        read.scores,
+        read.candidate,
         tokens,
         scores,
-        over,
+        parent_of,
         depths,
         level_tokens,
         level_scores,

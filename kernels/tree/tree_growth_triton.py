@@ -3,7 +3,7 @@
 dozen; `_cut`, one launch for the selection instead of fifty; `_grow_block`, one launch with one warp per program.
 
 `_grow_block` expands one node after another, as a heap does. The nodes that may come next lie in registers: of each
-expanded node its first child, and of each child but the last its next sibling. So there is one more of them than
+expanded node its first child, and of each child but the last its next sibling. So there is one more such node than
 expanded nodes."""
 
 import torch
@@ -47,10 +47,15 @@ def _grow(
     the next level.
 
     score_ptr, id_ptr: [requests, PARENTS, K] log-probabilities and draft ids.
-    map_ptr: target ids, with HAS_MAP. above_*_ptr: scores, candidate numbers and masks of the level above; unused at
-        the ROOT. candidate_*_ptr: [requests, num_candidates], written from column `first` on. token_ptr ..
-    parent_ptr: [requests, K], fields of `Level`, written.
-    first_bit: bit of its first node in masks.
+    map_ptr: [draft vocabulary] target ids; not read without HAS_MAP.
+    above_score_ptr, above_candidate_ptr, above_mask_ptr: [requests, PARENTS], fields of the level above; not read at
+        the ROOT.
+    candidate_token_ptr, candidate_score_ptr, candidate_parent_ptr: [requests, num_candidates], fields of `Candidates`,
+        written from column `first` on.
+    token_ptr .. parent_ptr: [requests, K], fields of `Level`, written.
+    first: column of the first child among the candidates.
+    first_bit: suffix column, and so bit in the masks, of the next level's first node.
+    CHILDREN: PARENTS * K, padded.
     """
     b = tl.program_id(0)
     child = tl.arange(0, CHILDREN)
@@ -90,7 +95,15 @@ def _grow(
 
 
 def grow(candidates: Candidates, above: Level | None, children: Children, first: int, first_bit: int) -> Level:
-    """Implement `aerie.kernels.tree.tree_growth.grow`."""
+    """Implement `aerie.kernels.tree.tree_growth.grow`: write the children of a level to the candidates, and return the
+    k best of them as the next level.
+
+    candidates: [B, C] per field; the columns from `first` on are written.
+    above: the level, [B, k] per field; None: the children are those of the root.
+    children: [B * parents, k].
+    first: column of the first child.
+    first_bit: suffix column, and so bit in the masks, of the next level's first node.
+    """
     k = children.ids.shape[1]
     parents = 1 if above is None else k
     batch, device = candidates.tokens.shape[0], candidates.tokens.device
@@ -102,14 +115,14 @@ def grow(candidates: Candidates, above: Level | None, children: Children, first:
         mask,
         torch.empty(batch * k, dtype=torch.int64, device=device),
     )
-    over = above or level
+    read = above or level  # at the root any tensors, which the kernel does not read
     _grow[(batch,)](
         children.log_probabilities,
         children.ids,
         children.target_ids,
-        over.scores,
-        over.candidate,
-        over.mask,
+        read.scores,
+        read.candidate,
+        read.mask,
         candidates.tokens,
         candidates.scores,
         candidates.parents,
@@ -157,9 +170,14 @@ def _cut(
 ):
     """Write the tree of a request's root and its W - 1 best candidates to its slot in the tables [slots, W_TABLE].
 
-    candidate_*_ptr: [requests, num_candidates], padded to CANDIDATES. depth_ptr: likewise, or one row for all.
-    bonus_ptr: by slot, the root's token.
-    token_ptr, parent_ptr, tree_depth_ptr, mask_ptr: fields of `Tree`.
+    candidate_token_ptr, candidate_score_ptr, candidate_parent_ptr: [requests, num_candidates], fields of `Candidates`.
+    depth_ptr: [requests, num_candidates] depths, or one row for all requests (depth_stride = 0).
+    slot_ptr: [requests] int64.
+    bonus_ptr: [slots] int64, bonus_stride apart: the roots' tokens.
+    token_ptr, parent_ptr, tree_depth_ptr, mask_ptr: [slots, W_TABLE], fields of `Tree`, written.
+    CANDIDATES: num_candidates padded.
+    PART: nodes that are compared with all others at a time.
+    MAX_DEPTH: upper bound of the depths.
     NODES: W padded.
     DOUBLINGS: steps of pointer doubling that reach from the deepest node to the root.
     SPANS: masks are spans of a numbering in preorder, with path lengths (`aerie.kernels.kv.tree_masks`).
@@ -214,7 +232,8 @@ def _cut(
 
 
 def write_best(trees: Tree, slots: Tensor, bonus: Tensor, candidates: Candidates, width: int) -> None:
-    """Implement `aerie.kernels.tree.tree_growth.write_best`."""
+    """Implement `aerie.kernels.tree.tree_growth.write_best`: write the root and the `width` - 1 best candidates of each
+    request as its slot's tree."""
     fields = trees.fields
     batch, num_candidates = candidates.scores.shape
     assert num_candidates <= MAX_CUT_CANDIDATES
@@ -249,6 +268,7 @@ def cut_warps(num_candidates: int, num_nodes: int = 1) -> int:
     return max(1, min(8, max(num_candidates // 256, num_nodes // 16 if num_nodes > 64 else 1)))
 
 
+# A node's sort key has its parent + 1 in the low bits, then the ranks of its path, then its level.
 PARENT_BITS: tl.constexpr = tl.constexpr(tree_growth.PARENT_BITS)
 NEXT_RANK: tl.constexpr = tl.constexpr(1 << tree_growth.PARENT_BITS)
 LEVEL_AT: tl.constexpr = tl.constexpr(tree_growth.PARENT_BITS + tree_growth.MAX_PATH_BITS)
@@ -276,10 +296,11 @@ def _grow_block(
 
     score_ptr, id_ptr: [requests, STEPS, K] log-probabilities, best first, and draft ids.
     map_ptr: target ids, or None.
-    clean_ptr: scratch of the same size: scores, minus infinity from the first NaN or infinity of a step on. token_ptr
-        ..
-    depth_ptr: [requests, num_nodes], fields of `Candidates`. depth_ptr holds each node's sort key until the end: its
-        level, the ranks of its path, its parent + 1.
+    clean_ptr: [requests, STEPS, K] scratch: the scores, but minus infinity from a step's first NaN or infinity on.
+    token_ptr, node_score_ptr, parent_ptr, depth_ptr: [requests, num_nodes], fields of `Candidates`, written. Until the
+        end, depth_ptr holds each node's sort key: its level, the ranks of its path, its parent + 1.
+    RANK_BITS: bits of a rank in a sort key.
+    STEPS_PADDED, K_PADDED: STEPS and K, padded.
     PLACES: num_nodes + 1 padded.
     """
     b = tl.program_id(0)
@@ -336,7 +357,8 @@ def _grow_block(
 
 
 def grow_block(children: Children, width: int) -> Candidates:
-    """Implement `aerie.kernels.tree.tree_growth.grow_block`."""
+    """Implement `aerie.kernels.tree.tree_growth.grow_block`: return the `width` - 1 best paths of a block draft as
+    candidates, best first."""
     scores = children.log_probabilities
     (batch, steps, k), device = scores.shape, scores.device
     tokens, parents, depths = torch.empty((3, batch, width - 1), dtype=torch.int64, device=device).unbind(0)

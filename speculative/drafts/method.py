@@ -165,10 +165,12 @@ class DraftModel(nn.Module, ABC):
 
     @abstractmethod
     def step(self, ids: Tensor, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """Run one draft step. Return the recurrent state [n, hidden] of the rows that attend.
+        """Run one draft step. Return the recurrent state [n, hidden] of the rows that attend in the last layer.
 
         ids: [rows] int64 drafted tokens, target ids.
         hidden: [rows, hidden] states that they were drafted from; may change in place.
+        context: context of these rows. The rows that attend are `attending` of its last layer's context, in that order;
+            all rows (n = rows) if that is None.
         """
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -52,7 +52,8 @@ class CuttableStrategy(DecodingStrategy, Protocol):
 
 
 def begin_finals(slots: SlotTable, chunks: PromptChunks) -> None:
-    """Set the lengths of slots whose prompt ends in this step. The last prompt token becomes the root."""
+    """Set the lengths of slots whose prompt ends in this step (`PromptChunks.final_slots`). The last prompt token
+    becomes the root, from which the first output token follows."""
     if chunks.num_finals:
         slots.seq_len[chunks.final_slots] = chunks.final_lengths
 
@@ -65,7 +66,11 @@ def ranking_of(head: LMHead, batch: StepBatch, hidden: Tensor | None) -> PromptR
 
 @dataclass(frozen=True)
 class Passed:
-    """Result of the target's pass: hidden [rows of rounds + F, H], prompt_hidden [n, H] of prompt targets."""
+    """Result of the target's pass.
+
+    hidden: [B * W + F, H]: the W rows of each of B running requests, then the last row of each of F prompts that end.
+    prompt_hidden: [n, H], from which prompt targets are ranked; None without targets.
+    """
 
     hidden: Tensor
     prompt_hidden: Tensor | None = None
@@ -85,12 +90,16 @@ class Autoregressive(CuttableStrategy):
         return RoundShapes()
 
     def forward(self, batch: StepBatch) -> Passed:
+        """See `CuttableStrategy`. The pass has one row per running request, for its bonus token, then the rows of prompt
+        chunks. A prompt that ends gets its first token from the last row of its last chunk."""
         slots, chunks = self._slots, batch.chunks
         rounds = self._rounds(batch) if batch.num_requests else None
+        # rotary positions differ from KV positions after images (M-RoPE) or where a request gave positions
         positions = slots.seq_len[batch.slots] + slots.shifts[batch.slots] if batch.is_shifted else None
         if chunks is not None:
             begin_finals(slots, chunks)
         ids = joined((slots.bonus[batch.slots], chunks.ids if chunks else None))
+        # log-probabilities of prompts, and records of experts, need more than the last row of each chunk
         every_row = batch.prompt_targets is not None or self._target.records_experts
         out = self._target.forward(ids, rounds, positions, chunks.batch if chunks else None, every_row, batch.adapted)
         return Passed(batch.rows(width=1).with_finals(out.hidden, every_row), prompt_hidden(batch, out.hidden, 1))

@@ -169,9 +169,11 @@ class Adapters:
     def load(self, name: str, path: str, on_loaded: OnLoaded, replace: bool = False, stamp: int = 0) -> None:
         """Load an adapter beside running requests.
 
-        stamp: see `AdapterChange`; an earlier or repeated call does nothing.
+        stamp: see `AdapterChange`. If a call with this stamp or a later one has changed `name`, only on_loaded("") is
+            called.
         replace: whether `name` may be loaded already; requests that come after the load have the new one.
-        on_loaded: called once it is loaded, or has failed, and nothing has changed.
+        on_loaded: called with "" once the adapter is loaded. Called with an error if the load has failed; then nothing
+            has changed.
         Raises ValueError if it cannot be loaded.
         """
         if not self.is_enabled:

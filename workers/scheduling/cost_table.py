@@ -85,9 +85,16 @@ class CostTable(msgspec.Struct, frozen=True, array_like=True):
     def chunk_added_ms(self, shape: int, num_requests: int) -> list[float]:
         """Milliseconds that a chunk adds to a round of `shape` with `num_requests` requests, by `chunk_tokens`.
 
-        Between two measured numbers of requests, it is the smaller of two estimates: interpolate the added time; or, if
-        `shape` was measured there, interpolate the whole step and subtract this round. In a large mixture of experts a
-        chunk reads nearly all experts, so a small round costs far less in a mixed batch than alone.
+        It is the mixed step minus a round, each interpolated between the two nearest measured numbers of requests:
+
+            added = interpolated(chunk_ms) - interpolated(round_ms of mixed_shapes)
+
+        If the larger of both numbers was measured with `shape`, there is a second estimate, and the smaller one counts:
+
+            added = interpolated(chunk_ms) - round_ms(shape, num_requests)
+
+        In a large mixture of experts a chunk reads nearly all experts, so a small round costs far less in a mixed batch
+        than alone. Only the second estimate takes this into account.
         """
         at = self.chunk_requests
         right = min(bisect_left(at, num_requests), len(at) - 1)

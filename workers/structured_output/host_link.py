@@ -73,23 +73,24 @@ class HostLink:
             self.kill(f"it does not read: {error}")
 
     def ask(self, order: Order, wait_s: float) -> Filled | None:
-        """Send an order with fills and wait for its answer; None if it does not arrive in time.
+        """Send an order with fills and wait for its answer; None if it does not arrive within 1.5 times `wait_s`.
 
-        After half of `wait_s`, the step drops the request whose mask is being filled; after `wait_s`, all requests
-        without a mask.
+        After half of `wait_s`, the step drops the request whose mask is being filled. After `wait_s`, it drops all
+        requests without a mask, and waits for the answer without them.
         """
         if self._answer_due_s is not None and not self._take_overdue():
             return None
         self._sequence += 1
         order = msgspec.structs.replace(order, sequence=self._sequence)
         self.tell(order)
-        for waits_s, closes in ((wait_s / 2, False), (wait_s / 2, True), (wait_s / 2, None)):
+        # after each half: drop one request, drop all, give up
+        for drops_all in (False, True, None):
             if self._orders is None:
                 return None
-            if self._readable(waits_s):
+            if self._readable(wait_s / 2):
                 return self._receive()
-            if closes is not None:
-                self._on_deadline(Deadline(self._sequence, closes))
+            if drops_all is not None:
+                self._on_deadline(Deadline(self._sequence, closes=drops_all))
         self._answer_due_s = time.monotonic() + _SILENT_S
         return None
 

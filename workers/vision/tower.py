@@ -1,8 +1,8 @@
 """`VisionTower`: the vision tower of a rank, which computes the embeddings of images.
 
-It is transformers' own module with the checkpoint's weights and fused parts (`fused`), whole on every rank. It runs
-before the pass of the step that needs the first token of an image: as CUDA graphs up to a size (`captured`), or
-eagerly.
+It is transformers' own module with the checkpoint's weights and fused parts (`fused`). It is not sharded: every rank
+has all of it. It runs before the pass of the step that needs the first token of an image: as CUDA graphs up to a size
+(`captured`), or eagerly.
 """
 
 import logging
@@ -75,7 +75,8 @@ def image_sizes(config: VisionConfig, target: ModelConfig, dtype: torch.dtype) -
 class VisionTower:
     """Encodes images, and caches the embeddings of those used last.
 
-    whole: see `ImageSizes`.
+    whole: whether tokens of an image attend to later ones in the language model, so that one step must compute all of
+        an image's tokens that are left.
     """
 
     def __init__(
@@ -87,8 +88,8 @@ class VisionTower:
         device: torch.device,
         captures: bool = False,
     ) -> None:
-        """Load the weights. captures: whether passes may be CUDA graphs. Raises ValueError, naming the tensor, if the
-        checkpoint does not fit."""
+        """Load the weights. sizes: from `image_sizes`. captures: whether passes may be CUDA graphs. Raises ValueError,
+        naming the tensor, if the checkpoint does not fit."""
         self._config = config
         self._sizes = sizes
         self._device = device

@@ -16,19 +16,19 @@ SPACES = re.compile(r"\s*")
 
 
 class Source:
-    """The text that has arrived and is not read yet."""
+    """The text that has arrived and is not read yet, and on demand a record of what is read (`record`)."""
 
     def __init__(self) -> None:
-        self._text = ""
-        self._at = 0
+        self._text = ""  # what has arrived, without what was read before the last `push`
+        self._at = 0  # characters of `_text` that are read
         self._ended = False
         self._before = 0  # characters of the answer before `_text`
-        self._record: list[str] | None = None  # pieces read since `record`, up to `_record_end` in `_text`
-        self._record_end = 0
+        self._record: list[str] | None = None  # pieces read since `record`; None if nothing is recorded
+        self._record_end = 0  # characters of `_text` before the text that is read but not yet in `_record`
         self._record_start = 0  # the position at `record`
 
     def push(self, text: str, end: bool) -> None:
-        """Add text. end: no more follows."""
+        """Add text, and drop what is read from memory, after it is recorded. end: no more follows."""
         if self._record is not None:
             self._record.append(self._text[self._record_end : self._at])
         self._before += self._at
@@ -47,7 +47,7 @@ class Source:
         return self._ended and self._at == len(self._text)
 
     def record(self) -> None:
-        """Keep the text that is read from here on, for `kept`."""
+        """Keep the text that is read from here on, for `recorded`."""
         self._record, self._record_end, self._record_start = [], self._at, self.position
 
     def recorded(self, position: int = 0) -> str:
@@ -67,7 +67,7 @@ class Source:
         if self._text.endswith(text, 0, self._at):
             self._at -= len(text)
         else:
-            assert self._record is None, "kept text is read once"
+            assert self._record is None, "recorded text is read once"
             self._before = self.position - len(text)
             self._text, self._at = text + self._text[self._at :], 0
 

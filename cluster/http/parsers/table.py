@@ -1,5 +1,5 @@
-"""Makes the parser of one answer, also for checkpoints with a response template (tokenizer_config.json), which
-transformers parses without torch. Adding a parser: docs/add-a-parser.md."""
+"""Chooses and makes the parser of one answer: by the table of families, or by transformers' own parser for checkpoints
+with a response template in tokenizer_config.json. That parser needs no torch. Adding a parser: docs/add-a-parser.md."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +25,7 @@ from aerie.cluster.http.text.harmony_prompt import MARKS
 from aerie.cluster.http.text.json_text import parsed_repaired
 from aerie.cluster.http.text.tokenizer import ChatTokenizer
 
+# Names that response templates give to the part of an answer that is reasoning.
 REASONING_FIELDS = frozenset({"thinking", "reasoning", "reasoning_content"})
 
 
@@ -42,6 +43,7 @@ class ResponseTemplateParser:
     template: the checkpoint's template.
     prompt: text of the prompt.
     tools: in the chat template's form; none: calls are not parsed.
+    parallel: whether an answer may have several calls; else further ones are dropped.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 `aerie.cluster.http.text.chat_template`.
 
 Searching the template's text decides wrongly: `content is none` also stands in `reasoning_content is none`, and a
-variable may occur without an effect. The sandbox limits time and size, because a template is code of a checkpoint that
-runs on data of requests: at every iteration of a loop, every call, and every joined or repeated text.
+variable may occur without an effect. A template is code of a checkpoint that runs on data of requests. So the sandbox
+checks its time at every iteration of a loop and every call, and the size of every joined or repeated text.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 Message = Mapping[str, Any]
 # Arguments: messages, tools, variables, whether the answer begins. None: the template refuses them.
 Rendering = Callable[[Sequence[Message], Sequence[Message], Mapping[str, Any], bool], str | None]
-Efforts = Mapping[str, Mapping[str, Any]]
+Efforts = Mapping[str, Mapping[str, Any]]  # by `reasoning_effort`: the template's variables and their values
 
 LEVELS = ("minimal", "low", "medium", "high", "xhigh", "max")
 # Variables by which published templates switch reasoning: name, value for on, for off.
@@ -36,6 +36,7 @@ _SWITCHES: tuple[tuple[str, Any, Any], ...] = (
 _LEVEL_NAMES = ("reasoning_effort", "thinking_effort", "reasoning_strength")
 _NO_LEVELS = ("none", "no_think")  # levels for no reasoning
 NO_PARAMETERS: Mapping[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+# Fields of a tool's function, with the values that `filled` gives to tools without them.
 _FILLS: Mapping[str, Any] = {"description": "", "parameters": NO_PARAMETERS}
 _CALL_VALUE = "aerie1argument"  # nothing else in a trial's prompt contains these texts
 _TOOL_NAME = "aerie_look_up"

@@ -2,9 +2,9 @@
 """Kernels of `ordered_rows_triton` for one row and weights in FP8 with scales per group. They add in the order of
 `aerie.kernels.experts.sorted_rows_triton`.
 
-A sum over groups must add one group after another, and the tensor core multiplies at least 16 operand columns. So the
-row has one operand column per group, as in `aerie.kernels.fp8.gemm_ahead_triton`, and one product returns the sums of
-several groups."""
+A sum over groups must add one group after another, and the tensor core multiplies at least 16 operand columns, of which
+one row would use only one. So the row becomes 16 columns: column g has the row's values of group g, and zeros
+elsewhere. One product then returns the sums of up to 16 groups apart (see `aerie.kernels.fp8.gemm_ahead_triton`)."""
 
 import triton
 import triton.language as tl

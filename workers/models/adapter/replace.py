@@ -134,6 +134,12 @@ def put_layers(model: PreTrainedModel, config: AdapterConfig, group: TPGroup, pa
 
 
 class _Replacement:
+    """One run of `put_layers`, whose arguments it keeps.
+
+    _live: returns which rows of the running pass are not padding, for routers.
+    _kv_heads: number of K/V heads of each key and value projection, by path.
+    """
+
     def __init__(self, model: PreTrainedModel, config: AdapterConfig, group: TPGroup, passing: Passing) -> None:
         self._model, self._config, self._group, self._plan = model, config, group, dict(config.plan)
         self._live = passing.live
@@ -184,13 +190,16 @@ class _Replacement:
             if traits not in known:
                 known[traits] = find_router(block, name)
             router = known[traits]
-            if router is not None and router[1].linear is not None and self._is_quantised:
-                router = None  # its linear layer may be quantised
+            is_routed = False
             if router is not None:
                 where, match = router
+                # a submodule that computes the logits may be quantised, and `MatchedRouter` computes them in full
+                is_routed = match.linear is None or not self._is_quantised
+            if router is not None and is_routed:
                 ours = MatchedRouter(match, hidden_of(block.get_submodule(where), match), self._live)
+                # If a submodule has the router's weight, a shell keeps the submodule's name, by which the weight loads.
                 self._put(f"{parent}.{where}", ours if match.linear is None else RouterShell(match.linear, ours))
-            per_token, is_routed = self._config.experts_per_token, router is not None
+            per_token = self._config.experts_per_token
             self._put(path, RouterChosenExperts(module, activation, self._group, per_token, is_routed))
 
     def _put(self, path: str, new: nn.Module) -> None:

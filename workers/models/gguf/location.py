@@ -1,4 +1,5 @@
-"""Where the folder is that stands for a GGUF file. Imports no torch, so that a start finds the folder quickly."""
+"""The path of the model folder that is made from a GGUF file. Imports no torch, so that a start finds the folder
+quickly."""
 
 import hashlib
 import json
@@ -7,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 INDEX = "gguf.json"  # in the folder: the list of tensors
-_VERSION = 2  # of what is written: raise it with a change
+_VERSION = 2  # version of the model folder's contents: raise it with a change
 _SPLIT_NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
 _TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json"),
@@ -17,9 +18,9 @@ _TOKENIZER_FILES = (
 
 @dataclass(frozen=True)
 class Location:
-    """A GGUF file and the folder that stands for it.
+    """A GGUF file and the model folder that is made from it.
 
-    folder: stands for the file.
+    folder: the model folder.
     paths: paths of the file, or of its parts.
     tokenizer: files to copy instead of writing the file's own tokenizer; none: its own.
     """

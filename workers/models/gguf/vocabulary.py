@@ -1,7 +1,9 @@
 """A GGUF file's tokenizer as the files of a model folder: tokenizer.json, tokenizer_config.json, the chat template and
-generation_config.json. The rules that split texts are llama.cpp's (`src/llama-vocab.cpp`) and the published
-tokenizer.json's: transformers (5.17) splits every byte-level text by GPT-2's rule, which gives numbers in SmolLM2 or
-Llama 3 other tokens than in training."""
+generation_config.json.
+
+Texts are split by the rules of llama.cpp (`src/llama-vocab.cpp`) and of the published tokenizer.json. transformers
+(5.17) instead splits all texts of byte-level vocabularies by GPT-2's rule. With that rule, digits in texts for SmolLM2
+or Llama 3 would become other tokens than in training."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -41,7 +43,7 @@ _SPECIAL = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "pad
 
 
 class Vocabulary:
-    """A GGUF file's vocabulary.
+    """Converts a GGUF file's vocabulary to the files of a model folder.
 
     metadata: the file's metadata.
     source: names it in errors.

@@ -1,5 +1,5 @@
 """Checkpoint formats of 4- and 8-bit integers: a module's tensors, a rank's share of them, and their decoding. Pure
-functions of tensors; layers are in `aerie.workers.quantization.packed_linear` and `experts`."""
+functions of tensors; the layers are `aerie.workers.quantization.packed_linear` and `packed_experts`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass

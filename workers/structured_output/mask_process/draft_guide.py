@@ -5,8 +5,9 @@ guide in advance (`aerie.kernels.drafting.guides`), with a state for every node 
 end. There are two kinds of states:
 
 - In a text that the grammar forces, a state has the next token.
-- Elsewhere, such as in a string or a number, a state has the mask of the allowed tokens. Edges lead to forced texts,
-  for tokens that may end the string or number: all allowed tokens if they are few, else those that ended one before.
+- Elsewhere, such as in a string or a number, a state has the mask of the allowed tokens. It has an edge for each token
+  after which a text is forced again, because the token ends the string or number. If few tokens are allowed, all of
+  them are tried; else those that ended a string or number before (`Endings`).
 
 A guide never affects which token is chosen; a wrong or incomplete guide only lowers acceptance. Called by
 `aerie.workers.structured_output.mask_process.request_grammar`.
@@ -32,12 +33,13 @@ if TYPE_CHECKING:
 FEW_TOKENS = 6  # up to this many allowed tokens get an edge each
 MAX_ENDINGS = 6  # tokens remembered because a forced text followed them
 _MAX_STEPPED_BYTES = 48  # maximum forced text found step by step; the rest follows once these tokens are accepted
-# Maximum masks only for a guide, which take about 50 us each. Without a limit, guides of recursive schemas took 15 ms,
-# and masks of their trees 1 ms, so each token was late, and 100 tokens took 10 s.
+# Maximum number of masks that are computed for a guide alone, beside the tree's own; each takes about 50 us. Without a
+# limit, guides of recursive schemas took 15 ms, and masks of their trees 1 ms, so each token was late, and 100 tokens
+# took 10 s.
 MAX_SEARCHES = 32
 _MAX_SEARCH_S = 0.005  # CPU time from the first mask of a tree to the last search for its guide
 _WHITESPACE = b" \t\n\r"
-_MAX_LEVEL = 2  # maximum consecutive unforced positions and forced texts that are followed
+_MAX_LEVEL = 2  # maximum steps of a guide beyond a node: each to a forced text, or to the position after one
 
 
 def may_jump(grammar: Grammar) -> bool:
