@@ -63,8 +63,8 @@ class Answer:
     matched_stop: the stop string, or the id of the token that ended the answer, end of sequence included.
     stop_reason: as matched_stop, but None at end of sequence.
 
-    Without include_stop, the text of a stop token is not shown. Accepted tokens after a stop string are dropped from text, tokens, logprobs
-    and counts.
+    Without include_stop, the text of a stop token is not shown. Accepted tokens after a stop string are dropped from
+    text, tokens, logprobs and counts.
     """
 
     def __init__(
@@ -129,7 +129,8 @@ class Answer:
         return self._piece(delta, shown, offsets, texts)
 
     def _show(self, text: str, shown: list[str]) -> bool:
-        """Add the visible part of `text` to `shown`, the parts to send. Return whether a stop string ended the answer."""
+        """Add the visible part of `text` to `shown`, the parts to send. Return whether a stop string ended the
+        answer."""
         self._decoded_len += len(text)
         if self.num_tokens <= self._min_tokens:
             shown.append(text)

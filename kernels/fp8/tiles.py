@@ -289,8 +289,8 @@ def rounding_columns(weight: Fp8Matrix, tiles: Fp8GemmTiles) -> int:
 def fp8_workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     """Return the sizes of a `Workspace` for weights of these shapes [N, K]: float32 partial sums, and int32 counters of
     programs that have stored theirs. They are the largest that any split product needs, for any number of rows."""
-    # The need of `_split` and `fp8_ordered_wide_tiles`: one program of 128 x 128 sums for each multiprocessor, or two of
-    # 64 x 64.
+    # The need of `_split` and `fp8_ordered_wide_tiles`: one program of 128 x 128 sums for each multiprocessor, or two
+    # of 64 x 64.
     needed = [(MULTIPROCESSORS * 128 * 128, MULTIPROCESSORS)]
     for n, k in shapes:
         few_rows = [tiles for rows in (16, 32, 64, MAX_ROWS) for tiles in _few_row_tiles(rows, n, k)]

@@ -3,9 +3,9 @@
 
 A token's gap is the distance of its logit from the row's largest, an integer of 24 bits (`filters`). The limit that is
 searched is the smallest gap such that the tokens up to it suffice: their number for top-k, or their mass for top-p. As
-gaps are integers, the search is exact. Its bracket is the range of gaps that may still be the limit: first all, of which
-each pass keeps an eighth. A pass counts the tokens, or sums their masses, up to seven gaps that divide the bracket into
-eighths. That determines three bits of the limit, so a search has eight passes.
+gaps are integers, the search is exact. Its bracket is the range of gaps that may still be the limit: first all, of
+which each pass keeps an eighth. A pass counts the tokens, or sums their masses, up to seven gaps that divide the
+bracket into eighths. That determines three bits of the limit, so a search has eight passes.
 
 The split of a row into parts depends only on its size, and parts are summed in a fixed order, so a row's limits do not
 depend on other rows. Each pass first sums the results of the previous pass over the parts, because only a kernel
@@ -65,7 +65,8 @@ def _encoded(limit):
 
 @triton.jit
 def _final_limit(lowest, needed, sum_ptr, parts, PARTS: tl.constexpr):
-    """Return the limit found by a search. lowest, sum_ptr: as its last pass wrote them; `_encoded` if it ended before."""
+    """Return the limit found by a search. lowest, sum_ptr: as its last pass wrote them; `_encoded` if it ended
+    before."""
     limit = _encoded(lowest)
     if lowest >= 0:
         limit = _advance(lowest, 0, needed, _totals(sum_ptr, parts, PARTS))

@@ -90,8 +90,8 @@ class Autoregressive(CuttableStrategy):
         return RoundShapes()
 
     def forward(self, batch: StepBatch) -> Passed:
-        """See `CuttableStrategy`. The pass has one row per running request, for its bonus token, then the rows of prompt
-        chunks. A prompt that ends gets its first token from the last row of its last chunk."""
+        """See `CuttableStrategy`. The pass has one row per running request, for its bonus token, then the rows of
+        prompt chunks. A prompt that ends gets its first token from the last row of its last chunk."""
         slots, chunks = self._slots, batch.chunks
         rounds = self._rounds(batch) if batch.num_requests else None
         # rotary positions differ from KV positions after images (M-RoPE) or where a request gave positions
