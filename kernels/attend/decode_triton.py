@@ -219,6 +219,8 @@ def _attend_decode(
                 part, lse = finished(acc, tl.max(total, 1), top, v_scale)
                 if leading:
                     mean, weight, largest = fold(mean, weight, largest, part, lse)
+                elif not LEADS and not PATHS and count == 1:  # the request's only span, which nothing merges
+                    _store_out(out, live, part, D)
                 else:
                     _store_rows(part_ptr, lse_ptr, part_row, live, part, lse, D)
         else:

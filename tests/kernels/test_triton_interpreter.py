@@ -19,6 +19,7 @@ SLOW_FILES = (
     "tests/kernels/gemm/test_ordered_experts.py",
     "tests/workers/layers/test_expert_layers.py",
     "tests/kernels/attend/test_fixed_spans.py",
+    "tests/kernels/attend/test_fixed_wide_heads.py",
     "tests/workers/layers/test_fp8_layers.py",
     "tests/attention/backends/test_flashinfer_latent.py",
     "tests/attention/backends/test_flashinfer_rounds.py",
@@ -42,6 +43,7 @@ FILES = {
     ),
     "attention": (
         "tests/kernels/attend/test_fixed_latents.py",
+        "tests/kernels/attend/test_fixed_wide_heads.py::test_contexts_of_one_span_have_a_result",
         "tests/kernels/attend/test_latent_kernels.py",
         "tests/kernels/attend/test_fp8_kernels.py",
         "tests/attention/backends/test_triton_backend.py",
