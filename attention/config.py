@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from aerie.attention.setting import Setting, check_settings
 
-PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)
+PAGE_SIZES = (1, 2, 4, 8, 16, 32, 64)  # tokens per KV page that may be configured
 LATENT_PAGE_SIZE = 64  # fastest for latent rows: one tile of attention, which one tensor map load brings
-MAX_MEMORY_SHARE = 0.95
+MAX_MEMORY_SHARE = 0.95  # upper bound of the configurable share of GPU memory
 BACKEND_NAMES = ("torch", "triton", "flashinfer", "trtllm")  # the rows of `aerie.attention.registry.BACKENDS`
 ROUNDS_ONLY = frozenset({"trtllm"})  # backends that do not attend to prompt chunks
 FP8_E4M3 = "fp8_e4m3"

@@ -91,7 +91,7 @@ def _write(path: Path) -> None:
 
 
 ADDRESS = "RAY_ADDRESS"
-_CONNECT_LIMIT_S = 5.0
+_CONNECT_LIMIT_S = 5.0  # maximum time to connect
 
 
 def variables(address: str, environment: Mapping[str, str]) -> dict[str, str]:

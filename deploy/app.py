@@ -41,12 +41,12 @@ def build_planned(args: dict[str, Any]) -> Application:
     return application(Plan.from_args(args))
 
 
-INGRESS_CPUS = 0.1
+INGRESS_CPUS = 0.1  # CPUs that an ingress reserves in Ray
 # Serve's own limits are higher than the ingress's, which refuses and times out first, with OpenAI's errors.
 INGRESS_MAX_ONGOING = 100_000
 # A replica that misses three health checks in a row is replaced, after 15 s at most.
 HEALTH_PERIOD_S = 1.0
-HEALTH_TIMEOUT_S = 4.0
+HEALTH_TIMEOUT_S = 4.0  # time without an answer after which Serve counts a replica as unhealthy
 
 LOAD_PERIOD_S = 2.0  # between replicas' reports of load; Serve averages over twice this time
 

@@ -15,7 +15,7 @@ import httpx
 from aerie.cluster.config import ConfigError
 from aerie.deploy.arguments import DEFAULT_URL, KEY_VARIABLE
 
-CONNECT_TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 10.0  # maximum time to connect
 
 
 class AnswerError(Exception):

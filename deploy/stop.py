@@ -11,7 +11,7 @@ from pathlib import Path
 from aerie.cluster.transport import sockets
 from aerie.deploy.processes.server_record import Record, clear, is_alive, processes, records
 
-_POLL_S = 0.1
+_POLL_S = 0.1  # seconds between two looks
 _GUARD_LIMIT_S = 15.0  # maximum time of the guard's cleanup
 _RAYLET_LIMIT_S = 10.0  # to leave the cluster
 

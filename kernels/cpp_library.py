@@ -27,7 +27,7 @@ SOURCES = ("vectors.h", "products.h", "rows.h", "attention.h", "kernels.cpp")
 # OpenMP's functions stay undefined: torch's copy of the runtime has them, and two copies would be two pools of threads
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-fno-math-errno", "-ffp-contract=fast")
 _COMPILERS = ("g++", "c++")
-_LIMIT_S = 300.0
+_LIMIT_S = 300.0  # maximum time of a compilation
 
 
 def compiles(device: Capability) -> bool:

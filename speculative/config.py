@@ -20,7 +20,7 @@ from aerie.workers.config import RoundShapes
 Method = Literal["eagle", "eagle3", "mtp", "dflash", "dspark", "dflash2", "domino", "suffix"]
 BLOCK_METHODS = ("dflash", "dspark", "dflash2", "domino")  # methods that draft a block in one pass
 
-MAX_MATCH = 32
+MAX_MATCH = 32  # maximum length of a match that may be configured
 _DEFAULT_SUFFIX_TOKENS = 15  # 16 rows with the root, which is one tile of a matrix product
 
 

@@ -145,7 +145,7 @@ class RoundShape:
         return max(self.width, self.max_new_tokens + self.draft_tokens)
 
 
-FEW_REQUESTS = 8
+FEW_REQUESTS = 8  # batch size up to which only the default tree shape is used beside prompt chunks
 PLAIN = RoundShape(name="plain", width=1, max_new_tokens=1, draft_tokens=0)
 
 

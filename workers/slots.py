@@ -20,7 +20,7 @@ from aerie.kernels.to_device import to_device
 from aerie.workers.scheduling.plan import MAX_STOP_TOKEN_IDS, VALUES, SamplingParams, SlotInit, StepPlan, unpack_i32
 
 T = TypeVar("T")
-NO_TOKEN = -1
+NO_TOKEN = -1  # in place of a missing token
 
 
 @dataclass(frozen=True)

@@ -188,7 +188,7 @@ def kernel_on(device: torch.device) -> str:
 
 
 COUNTER_BYTES = 1 << 20  # trtllm-gen needs four bytes per request and query head
-WORD_BITS = 16
+WORD_BITS = 16  # mask bits per word that the kernel reads
 ROW_ALIGNMENT = 2  # words: rows of a mask begin at multiples of 32 bits
 
 Attend = Callable[..., Tensor]

@@ -132,7 +132,7 @@ class Snapshot:
         return self.end - (self.before.end if self.before is not None else 0)
 
 
-DIGEST_BYTES = 8
+DIGEST_BYTES = 8  # bytes of an advertised page's digest
 
 
 def salt_of_weights(salt: bytes, epoch: int) -> bytes:

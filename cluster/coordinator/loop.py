@@ -32,7 +32,7 @@ from aerie.workers.scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-HOUSEKEEPING_S = 0.5
+HOUSEKEEPING_S = 0.5  # seconds between passes of housekeeping
 _LINGER_MS = 200  # for messages still queued when the coordinator ends
 
 

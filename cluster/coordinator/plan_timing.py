@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from aerie.workers.scheduling.step_time import Prediction
 
 LEAD_S = 0.002  # a plan should reach rank 0 this long before the previous step ends: a GPU launch takes 1.3 ms
-FIRST_MARGIN_S = 0.0025
-MIN_MARGIN_S = 0.0005
+FIRST_MARGIN_S = 0.0025  # margin before the first correction
+MIN_MARGIN_S = 0.0005  # lower bound of the margin
 _MAX_CORRECTION_S = 0.001  # per result, because the delay may have other causes than the plan
 _RELAXING = 0.02  # share of the spare time by which the margin shrinks; it converges within a quarter of a second
 

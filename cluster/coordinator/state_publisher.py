@@ -13,8 +13,8 @@ from aerie.workers.scheduling.adapters import AdapterChange
 from aerie.workers.scheduling.scheduler import Scheduler
 from aerie.workers.scheduling.stats import SchedulerStats
 
-PERIOD_S = 0.05
-MAX_DIGESTS = 2048
+PERIOD_S = 0.05  # minimum seconds between two messages
+MAX_DIGESTS = 2048  # maximum digests of pages per message
 MAX_ADVERTISED_PAGES = 8192  # bound on an ingress's memory per engine; beyond it, every 2nd, 4th ... page
 
 

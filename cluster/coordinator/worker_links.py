@@ -199,7 +199,7 @@ class WorkerLinks:
 logger = logging.getLogger(__name__)
 
 RETRY_S = 2.0  # between two checks of a model that has failed one
-PROMPT_TOKENS = 8
+PROMPT_TOKENS = 8  # maximum tokens of the prompt that checks the model
 SAMPLING = SamplingParams(1, 0.0, speculative=False, cache_salt=b"model check")  # computed anew each time
 FAULT = "the model's logits are NaN or infinite for every request: its weights are broken; restart the engine"
 

@@ -35,7 +35,7 @@ Handler = Callable[..., Awaitable[msgspec.Struct | Response]]
 GENERATES = "generates"  # in a request's state: its route is one that generates
 IGNORED = "ignored"  # in a request's state: paths of the body's fields that have no effect
 IGNORED_HEADER = b"x-aerie-ignored"
-MAX_IGNORED_LISTED = 20
+MAX_IGNORED_LISTED = 20  # maximum ignored fields that a reply's header names
 _NOT_IN_A_LIST = re.compile(r"[^!-+\--~]")  # not allowed in a header's list: controls, spaces, commas, other scripts
 
 

@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-STATS_TIMEOUT_S = 1.0
-FLUSH_TIMEOUT_S = 5.0
+STATS_TIMEOUT_S = 1.0  # maximum time to wait for engines' statistics
+FLUSH_TIMEOUT_S = 5.0  # maximum time to wait for engines to flush their caches
 ADMIN_TIMEOUT_S = 670.0  # longer than an engine takes: `aerie.cluster.coordinator.coordinator.ADMIN_TIMEOUT_S`
 
 

@@ -83,8 +83,8 @@ def _log_failure(task: "asyncio.Task[T]") -> None:
         logger.error("a cached value could not be fetched again", exc_info=task.exception())
 
 
-STATS_MAX_AGE_S = 0.5
-PROBE_MAX_AGE_S = 1.0
+STATS_MAX_AGE_S = 0.5  # age from which statistics are asked for again
+PROBE_MAX_AGE_S = 1.0  # age from which engines are probed again
 HEALTH_WAIT_S = 0.4  # maximum wait for new statistics before older ones are returned
 MEET_PERIOD_S = 0.05  # between checks whether a probe has arrived
 STUCK_PERIOD_S = 1.0  # between checks whether a request's engine is stuck

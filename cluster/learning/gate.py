@@ -10,7 +10,7 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
-_DRAWS = 2000
+_DRAWS = 2000  # resamples of the bootstrap
 _QUANTILES = 5.0, 95.0  # per cent
 
 Numbers = np.ndarray[tuple[int, ...], np.dtype[np.float64]]

@@ -26,7 +26,7 @@ from aerie.kernels.lazy_import import load
 
 logger = logging.getLogger(__name__)
 
-POLL_S = 1.0
+POLL_S = 1.0  # seconds between two looks for work
 ANSWER_S = 30.0  # limit of another engine's answer
 _LEARNER = "aerie.speculative.training.head_learner:HeadLearner"  # imports torch, which the engine's processes do not
 

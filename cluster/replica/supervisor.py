@@ -174,7 +174,7 @@ T = TypeVar("T")
 
 WATCH_PERIOD_S = 2.0
 LOOP_LIMIT_S = 30.0  # an iteration of a coordinator's loop takes at most half a second
-BACKOFF_LIMIT_S = 30.0
+BACKOFF_LIMIT_S = 30.0  # maximum delay between two restarts
 CALL_TIMEOUT_S = 10.0  # for an actor call that should take milliseconds
 
 

@@ -28,7 +28,7 @@ from aerie.workers.memory_use import DeviceMemoryError
 from aerie.workers.scheduling.cost_table import CostTable
 
 LOOPBACK = "127.0.0.1"
-PLACED_POLL_S = 0.1
+PLACED_POLL_S = 0.1  # seconds between two looks at the placement
 
 Report = Callable[[str], None]
 T = TypeVar("T")

@@ -15,8 +15,8 @@ from aerie.cluster.transport.sockets import Transport
 from aerie.workers.runner.executor import StepExecutor
 from aerie.workers.scheduling.commands.command import Command
 
-HEARTBEAT_S = 0.5
-IDLE_WORK_INTERVAL_S = 30.0
+HEARTBEAT_S = 0.5  # seconds between two heartbeats, and time without a step before idle work
+IDLE_WORK_INTERVAL_S = 30.0  # minimum time between two calls of idle_work
 _MAX_PENDING = 2  # `StepExecutor`'s contract: launched, result not taken
 # Sleep between polls of a running GPU step; a result waits for half of it on average. On a busy AMD EPYC this sleep
 # took 36 us with `use_exact_timers`, and 89 us with Linux's default slack (a sleep of 50 us took 125).

@@ -35,7 +35,7 @@ Message = (
 )
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
-_NUMBER_BYTES = 8
+_NUMBER_BYTES = 8  # bytes of the number before a message
 
 
 class BadMessageError(ValueError):

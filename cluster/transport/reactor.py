@@ -13,7 +13,7 @@ T = TypeVar("T")
 Handler = Callable[[], None]
 Socket = zmq.Socket[bytes]
 
-_SLEEP_S = 1e-4
+_SLEEP_S = 1e-4  # maximum time of one sleep
 
 
 class Reactor:

@@ -38,8 +38,8 @@ def _cell(cell: object) -> str:
     return f"{cell:.0f}" if abs(cell) >= 100 else f"{cell:.3g}"
 
 
-WIDTH, HEIGHT = 720, 420
-_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 170, 40, 50
+WIDTH, HEIGHT = 720, 420  # pixels
+_LEFT, _RIGHT, _TOP, _BOTTOM = 70, 170, 40, 50  # margins around the axes, pixels
 COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7c3aed", "#be185d", "#57534e")
 
 

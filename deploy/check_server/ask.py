@@ -19,7 +19,7 @@ from aerie.deploy.client import AnswerError, Server, message_of
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MAX_TRIES = 20  # of one request while the server refuses it as too busy
 LONGEST_WAIT_S = 10.0  # before another try, whatever Retry-After says
-BUSY = (429, 503)
+BUSY = (429, 503)  # HTTP status codes after which a request is tried again
 HEAD_START_S = 0.3  # time for neighbours to start before the first answer is asked for
 
 

@@ -16,7 +16,7 @@ from aerie.workers.models.registry import mtp_modules_of
 
 # Limits of a block's tree
 _TREE_CHILDREN = 7
-_TREE_NODES = 63
+_TREE_NODES = 63  # nodes of the default tree of dense models
 _TREE_NODES_OF_EXPERTS = 32  # each verified row reads other experts
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 

@@ -22,7 +22,7 @@ from aerie.cluster.http.keys import KeyConfig
 from aerie.deploy.config.vllm_values import OptionError
 
 _MARK = re.compile(r"<!-- keys of ([\w., ]+) -->\n")
-_WIDTH = 100
+_WIDTH = 100  # columns to which explanations are wrapped
 
 
 @dataclass(frozen=True)

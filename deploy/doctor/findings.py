@@ -18,7 +18,7 @@ Level = Literal["ok", "warn", "FAIL"]
 REQUIRED = ("ray", "torch", "transformers", "pyzmq", "xgrammar")
 MIN_SHM_GB = 0.3  # for Ray's object store and NCCL
 MIN_MEMORY_GB = 6.0  # the embedded pair with two workers takes 4 to 5
-MIN_OPEN_FILES = 4096
+MIN_OPEN_FILES = 4096  # limit of open files below which the doctor warns
 BYTECODE_ADVICE = (
     "PYTHONDONTWRITEBYTECODE is set and packages are not compiled: a start takes three times the CPU time: unset it, "
     "or run `python -m compileall -q` on site-packages once"

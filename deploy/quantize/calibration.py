@@ -109,8 +109,8 @@ def moments_bytes(columns: int) -> int:
 
 
 SHIPPED = Path(__file__).parent / "held_out.jsonl"
-_CONCURRENCY = 4
-_PAGE = 16
+_CONCURRENCY = 4  # prompts that are run at the same time
+_PAGE = 16  # tokens per KV page
 _ASKED = SamplingParams(1, 0.0, prompt_logprobs=1)  # makes the last layer compute all rows
 
 

@@ -70,7 +70,7 @@ def _remedy(host: str, port: int, error: OSError) -> str:
     )
 
 
-_POLL_S = 0.1
+_POLL_S = 0.1  # seconds between two looks
 
 
 class Announcement:

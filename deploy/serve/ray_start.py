@@ -25,14 +25,14 @@ from aerie.cluster.linux import NO_HOME, home_folder
 from aerie.deploy.processes import server_record
 from aerie.workers.distributed.ports import free_ports
 
-TRIES = 3
+TRIES = 3  # attempts to start a raylet
 START_LIMIT_S = 120.0  # to register with the GCS
-_POLL_S = 0.05
+_POLL_S = 0.05  # seconds between two looks
 _PROCESSES = ("raylet", "log_monitor")  # those that `start_ray_processes` starts (Ray 2.60)
 _PORTS = ("metrics_agent_port", "metrics_export_port", "runtime_env_agent_port", "dashboard_agent_listen_port")
 _TIMED_OUT = "Timed out waiting for file"  # a raylet's message if an agent does not report its port
 _LINE = re.compile(r"\) [\w.]+:\d+: +(.*)")  # what a line of Ray's logs says, after time and place
-_MAX_LOG_BYTES = 1 << 20
+_MAX_LOG_BYTES = 1 << 20  # bytes read from the end of a log
 
 
 class RayletEndedError(RuntimeError):
@@ -271,7 +271,7 @@ def make_ray_folder(environment: Mapping[str, str]) -> Path:
     return folder
 
 
-MIN_FREE_BYTES = 32 * 10**6
+MIN_FREE_BYTES = 32 * 10**6  # minimum free bytes to start
 
 
 def check_room(environment: Mapping[str, str]) -> None:

@@ -121,7 +121,7 @@ def end_at_once(console: Console, reason: str, status: int = FAULT) -> None:
     os._exit(status)
 
 
-STOPPED_LIMIT_S = 5.0
+STOPPED_LIMIT_S = 5.0  # time for which a process may be stopped (SIGSTOP)
 _LOOK_S = 2.0  # reading /proc of 250 processes each second was half of this command's CPU time: 0.48 % of a core
 _ZOMBIE_LIMIT_S = 10.0  # longer than a parent needs to read an exit code
 

@@ -85,8 +85,8 @@ def secrets_of(content: Any, is_secret: bool = False) -> Iterator[str]:
 
 MAX_LOG_BYTES = 1 << 20  # bytes at the end of each log that are included
 MAX_ALL_BYTES = 64 << 20  # bytes of all logs together; the newest are included
-_RECENT_S = 7 * 24 * 3600.0
-_STATUS_LIMIT_S = 60.0
+_RECENT_S = 7 * 24 * 3600.0  # logs older than a week are left out
+_STATUS_LIMIT_S = 60.0  # maximum time of `aerie status`
 _LOGS = (".log", ".out", ".err", ".log.1", ".json")
 _VARIABLES = (
     "RAY_",

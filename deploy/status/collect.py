@@ -20,7 +20,7 @@ from aerie.deploy.status.report import (
     written,
 )
 
-_STATS_LIMIT_S = 5.0
+_STATS_LIMIT_S = 5.0  # maximum time to wait for statistics
 
 
 def read_report(address: str, name: str | None) -> Report:

@@ -10,7 +10,7 @@ from aerie.kernels.attend.split_kv_triton import Items
 
 FAN = 8  # partial results per merge
 MAX_SPLITS = FAN * FAN
-MAX_BLOCK_M = 64
+MAX_BLOCK_M = 64  # maximum rows x heads per tile
 FULL_DENSITY = 0.9  # programs a multiprocessor with which splitting for a second program does not pay
 MIN_SPAN_OF_FULL = 2560  # tokens from which it does (`_tiles_of_few`)
 TOKENS_FIRST_ROWS = 32  # maximum block_m with transposed products over latent rows: `latent_tile_triton`

@@ -129,8 +129,17 @@ def _attend_decode(
     UNIT: factor on softmax weights (`weight_unit`), undone by v_scale.
     PAIRS: pages are FP8, read as pairs of numbers (`score_tile`); acc has the even columns, acc_odd the odd ones.
     UPCAST: multiply in float32, for the interpreter.
-    The other pointers and strides are those of `attend_decode`'s tensors and of its plan's workspace (part: partial
-    results, lse: log2 of their sums of weights, ticket: counters); scale_log2 includes log2(e).
+    PDL: launched early: wait for the previous kernel before the first read of its results (`aerie.kernels.pdl`).
+    q_ptr, out_ptr: [requests * ROWS, KV_HEADS * GROUP, D].
+    k_ptr, v_ptr: [pages, PAGE, KV_HEADS, D], the pool.
+    mask_ptr: [requests, ROWS] int64, which suffix columns each row sees.
+    prefix_ptr: [requests] int32 KV tokens before the suffix of suffix_len tokens.
+    table_ptr: [requests, table_stride] int32 page table.
+    part_ptr, lse_ptr, sums_ptr, ticket_ptr: the plan's workspace: partial results, log2 of their sums of weights, with
+        FIXED their sums, and num_tickets counters.
+    sinks_ptr: score of each query head's sink, or None.
+    span: base size of the spans of FIXED plans.
+    scale_log2: factor on scores, including log2(e). v_scale: factor on the output.
     """
     WIDTH: tl.constexpr = D // 2 if PAIRS else D
     m, n, d = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N), tl.arange(0, WIDTH)

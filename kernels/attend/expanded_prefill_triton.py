@@ -94,10 +94,14 @@ def _attend_expanded(
 ):
     """Attend for one head and one tile of BLOCK_M adjacent rows of a chunk.
 
-    kv_ptr: each token's keys (KEY numbers) and values (VALUE numbers) per head.
-    k_pe_ptr: its RoPE part (ROTATED numbers).
-    angle_ptr: each row's position, which selects its angles.
-    first_ptr: each chunk's first token in kv_ptr.
+    q_ptr: [rows, heads, KEY + ROTATED], the RoPE part not rotated yet.
+    kv_ptr: [tokens, heads, KEY + VALUE], each token's keys and values.
+    k_pe_ptr: [tokens, ROTATED], the part of the keys with RoPE.
+    out_ptr: [rows, heads, VALUE], written.
+    cos_ptr, sin_ptr: [positions, ROTATED / 2] float32.
+    angle_ptr: [rows] position of each row, which selects its angles.
+    first_ptr: [chunks] first token of each in kv_ptr.
+    scale_log2: factor on scores, including log2(e).
     tiles_ptr: fields of `prefill_plan_triton`: chunk, first row, the chunk's end, position of the first row.
     UPCAST: multiply in float32, for the interpreter.
     """

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-MIN_PIECE_TOKENS = 128
+MIN_PIECE_TOKENS = 128  # minimum tokens of a piece, unless its context is shorter
 ALIGNMENT = 4  # int32 values: FlashInfer aligns its arrays at 16 bytes
 MASK_BYTES = 512  # per program
 TABLE_ELEMENTS = 4096  # requests x tiles compared at a time

@@ -64,7 +64,11 @@ def _attend_latent_prefill(
     WINDOW: 0 without one.
     UNIT: factor on softmax weights (`weight_unit`), undone by value_scale.
     UPCAST: multiply in float32, for the interpreter.
-    The other pointers and strides are those of `attend_latent_prefill`'s tensors; scale_log2 includes log2(e).
+    q_ptr: [rows, HEADS, D + ROTATED]. out_ptr: [rows, HEADS, D].
+    rows_ptr: [pages, PAGE, D + ROTATED], the latent rows of the pool.
+    latent_desc, rotated_desc: tensor maps of the same rows (`latent_maps`), or None.
+    table_ptr: [chunks, table_stride] int32 page table.
+    scale_log2: factor on scores, including log2(e). value_scale: factor on the output.
     """
     ROWS: tl.constexpr = BLOCK_M // HEADS_OF_TILE
     tile = tiles_ptr + tl.program_id(1) * TILE_FIELDS

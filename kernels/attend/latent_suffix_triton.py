@@ -51,7 +51,11 @@ def _add_suffix(
     BLOCK_N: suffix_len, padded.
     D, ROTATED: numbers of a latent row that are key and value, and that belong to the key alone.
     UPCAST: multiply in float32, for the interpreter.
-    The other pointers and strides are those of `add_suffix`'s tensors; scale_log2 includes log2(e).
+    q_ptr: [requests * ROWS, HEADS, D + ROTATED].
+    rows_ptr: [pages, PAGE, D + ROTATED], the latent rows of the pool.
+    prefix_ptr: [requests] int32 KV tokens before the suffix of suffix_len tokens.
+    table_ptr: [requests, table_stride] int32 page table.
+    scale_log2: factor on scores, including log2(e).
     """
     request = tl.program_id(1)
     m, n = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_N)

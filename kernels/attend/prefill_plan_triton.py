@@ -11,7 +11,7 @@ from aerie.kernels.kv.batches import ChunkLists, PrefillBatch
 
 # Fields of a tile: chunk or IDLE; first row; end of the chunk's rows; position of the first row.
 TILE_FIELDS = tl.constexpr(4)
-IDLE = tl.constexpr(-1)
+IDLE = tl.constexpr(-1)  # in place of the chunk: an unused tile
 BLOCK = 64  # tiles per program
 CHUNKS = 16  # compared at a time
 

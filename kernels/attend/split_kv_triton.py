@@ -21,9 +21,9 @@ from aerie.kernels.attend.tree_mask_triton import first_seen
 # Fields of an item: request or IDLE; first KV position; end position; index of its partial result among all requests';
 # that index of the request's first item; the request's number of items.
 ITEM_FIELDS = tl.constexpr(8)  # six are used; with eight an item does not cross a 32-byte sector
-IDLE = tl.constexpr(-1)
-CHUNK = tl.constexpr(16)
-IDLE_AT_ONCE = tl.constexpr(512)
+IDLE = tl.constexpr(-1)  # in place of the request: an unused item
+CHUNK = tl.constexpr(16)  # items of each request that are written at a time
+IDLE_AT_ONCE = tl.constexpr(512)  # unused items that are marked at a time
 SPANS = tl.constexpr(8)  # candidate spans: 1 to 2.75 times the minimum, with smaller steps between short ones
 SPANS_BLOCK = 64  # spans of a program of the fixed planner; the longest request must not choose the kernel
 

@@ -175,7 +175,7 @@ def num_warps(world: int, block: int) -> int:
     return max(1, min(16, world * block // 256))
 
 
-_BLOCK = 2048
+_BLOCK = 2048  # numbers per program
 
 
 @triton.jit(do_not_specialize=["n"])
@@ -195,7 +195,8 @@ def _sum_in_order(
 
 
 def sum_in_order(parts: Tensor) -> Tensor:
-    """Implement `aerie.kernels.collectives.all_reduce.sum_in_order`."""
+    """Implement `aerie.kernels.collectives.all_reduce.sum_in_order`: return the sum of the parts, added one after
+    another in float32 and rounded once; wider types in their own."""
     ranks, n = parts.shape
     out = torch.empty(n, dtype=parts.dtype, device=parts.device)
     if n:

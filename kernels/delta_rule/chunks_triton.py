@@ -89,7 +89,8 @@ def _convolve(
     C: tl.constexpr, CHANNELS: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program computes some channels of a block. The slot's history precedes a chunk, unless it starts its prompt."""
+    """Write x_ptr, the convolved q, k and v. A program computes CHANNELS channels of a block. The slot's history
+    precedes a chunk, unless the chunk starts its prompt. Arguments: `_advance`."""
     chunk, chunk_row, first, count = locate(
         tl.program_id(1), qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED, BLOCK
     )
@@ -119,7 +120,7 @@ def _solve(
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program computes one value head of a block."""
+    """Write w_ptr, u_ptr and decay_ptr. A program computes one value head of a block. Arguments: `_advance`."""
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV
     SOLVE: tl.constexpr = PRECISION if x_ptr.dtype.element_ty == tl.float32 else "tf32"
@@ -188,7 +189,15 @@ def _advance(
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program advances some columns of a value head's state over a chunk."""
+    """Advance PART columns of a value head's state over a chunk, block by block; write the states before the blocks.
+
+    x_ptr: [rows, C] q, k and v after the convolution, from `_convolve`.
+    w_ptr, u_ptr, decay_ptr: w, u and [rows, HV] decays of the blocks' rows, from `_solve`; u is replaced.
+    begin_ptr: [blocks, HV, DK, DV] states before the blocks, written.
+    slots_ptr, qo_ptr, starts_ptr: slot, first row and position of the first row of each of num_chunks chunks.
+    at_ptr, entry_ptr: position of a chunk's snapshot, and its entry.
+    Other arguments: `aerie.kernels.delta_rule.rounds_triton._delta_round`.
+    """
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV
     h, part, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -244,7 +253,8 @@ def _finish(
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIGMOID: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A program computes one value head of a block, and writes zeros to padding rows."""
+    """Write the outputs and their gated norm. A program computes one value head of a block, and writes zeros to padding
+    rows. Arguments: `_advance`."""
     h, index = tl.program_id(0), tl.program_id(1)
     key_head = h // (HV // HK)
     i, d, e = tl.arange(0, BLOCK), tl.arange(0, DK), tl.arange(0, DV)

@@ -69,8 +69,13 @@ def _prepare(
     num_chunks, width, path, mask_stride, qkv_stride, b_stride, a_stride, pending_rows,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """A program computes one key head of one row, and its value heads. num_chunks: 0 for rounds, whose rows are `path`
-    committed ones, then `width` new ones, of each request."""
+    """Write q, k, v and gates of a row. A program computes one key head of one row, and its value heads.
+
+    num_chunks: 0 for rounds, whose rows are `path` committed ones, then `width` new ones, of each request.
+    q_ptr, k_ptr, v_ptr, gates_ptr: float32 scratch by row, written.
+    qo_ptr, starts_ptr: first row of each chunk, and position of that row; not read in rounds.
+    Other arguments: `aerie.kernels.delta_rule.rounds_triton._delta_round`.
+    """
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV
     row, key_head = tl.program_id(0), tl.program_id(1)
@@ -181,7 +186,13 @@ def _walk(
     num_chunks, width, path, mask_stride, qkv_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
-    """A program walks some columns of a value head's state along one sequence."""
+    """Run the recurrence along one sequence in PART columns of a value head's state.
+
+    q_ptr, k_ptr, v_ptr, gates_ptr: from `_prepare`.
+    o_ptr: [rows, HV, DV] float32 scratch, written: outputs before the norm.
+    num_chunks, path, width, qo_ptr, starts_ptr: as in `_prepare`.
+    Other arguments: `aerie.kernels.delta_rule.rounds_triton._delta_round`.
+    """
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV
     PARTS: tl.constexpr = DV // PART
@@ -287,7 +298,8 @@ def _finish(
     num_chunks, num_rows, z_stride, out_stride, scale_eps,
     HV: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """A program computes one value head of some rows, and writes zeros to padding rows of chunks."""
+    """Write the gated norm of the outputs o_ptr. A program computes one value head of ROWS rows, and writes zeros to
+    padding rows of chunks. Arguments: `_walk`, and `aerie.kernels.delta_rule.rounds_triton._delta_round`."""
     h, row = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     used = num_rows
     if num_chunks > 0:

@@ -88,7 +88,13 @@ def outputs(q, k, v, state, inverse, scores, of_state, beta, k_scale):
 @triton.jit
 def gated_norm(o, z_ptr, norm_ptr, out_ptr, row, z_stride, out_stride, h, writes, scale_eps, DV: tl.constexpr,
                SIGMOID: tl.constexpr):  # fmt: skip
-    """Store the gated norm of a head's outputs o [rows, DV]."""
+    """Store the gated norm of a head's outputs o [rows, DV].
+
+    z_ptr, out_ptr: [.., HV * DV], z_stride and out_stride between rows: input of the gate, and the result.
+    norm_ptr: [DV] weights of the norm.
+    row, writes: [rows] row of each output in z and out, and whether it is stored.
+    h: the head.
+    """
     column = tl.arange(0, DV)
     at = h * DV + column[None, :]
     z = tl.load(z_ptr + row[:, None] * z_stride + at, mask=writes[:, None], other=0.0).to(tl.float32)
@@ -109,6 +115,15 @@ def _delta_round(
 ):  # fmt: skip
     """Compute one value head of one request.
 
+    A row is q and k of HK heads, v of HV heads (C numbers together), then b and a of HV heads.
+    qkv_ptr: [requests * WIDTH, C], the new rows' inputs of the convolution. z_ptr: [.., HV * DV], of the output gate.
+        b_ptr, a_ptr: [.., HV], of the gates beta and decay. out_ptr: [.., HV * DV], written. Each has its row stride.
+    weight_ptr: weights of the convolution. a_log_ptr, dt_bias_ptr: [HV], of the decay. norm_ptr: [DV].
+    state_ptr: [slots, HV, DK, DV] float32, written.
+    conv_ptr: [slots, 3, C], the last three tokens before the committed rows.
+    slots_ptr, prefix_ptr: [requests] slot, and tokens before the new rows.
+    mask_ptr: [requests, WIDTH] tree masks, mask_stride between requests.
+    scale_eps: epsilon of the norm.
     pending_ptr: [slots, PENDING, R]: rows of the newest round.
     committed_ptr: [slots, PATH, R]: rows to replay, of which a slot has count_ptr.
     at_ptr, entry_ptr: position of a slot's snapshot, and its entry in saved_state_ptr and saved_conv_ptr.
@@ -219,7 +234,8 @@ def round_tiles(rows: int, value_dim: int, programs: int) -> tuple[int, int]:
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
-    """Implement `aerie.kernels.delta_rule.rounds.delta_rule_rounds`."""
+    """Implement `aerie.kernels.delta_rule.rounds.delta_rule_rounds`: compute the outputs of B requests of R rows each,
+    and advance their states by the committed rows only."""
     heads, (batch, width) = kept.heads, tables.mask.shape
     path = kept.committed.shape[1]
     tile = round_rows(width, path)
@@ -286,7 +302,8 @@ def _set_counts(count_ptr, slots_ptr, counts_ptr, batch, padding_slot, BLOCK: tl
 
 
 def commit_rows(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:
-    """Implement `aerie.kernels.delta_rule.rounds.commit_rows`."""
+    """Implement `aerie.kernels.delta_rule.rounds.commit_rows`: make the accepted path of a round the committed rows of
+    its slots, in all layers."""
     heads, (batch, depth) = kept.heads, path.shape
     layers = kept.conv.shape[0]
     _commit_rows[(triton.cdiv(heads.row_size, BLOCK), layers, batch)](

@@ -232,7 +232,8 @@ def wide_tiles(width: int, value_dim: int, programs: int) -> tuple[int, int, int
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
-    """Implement `aerie.kernels.delta_rule.rounds.delta_rule_rounds`."""
+    """Implement `aerie.kernels.delta_rule.rounds.delta_rule_rounds`: compute the outputs of B requests of R rows each,
+    and advance their states by the committed rows only."""
     heads, (batch, width) = kept.heads, tables.mask.shape
     if not tables.replayed:
         _launch_replay(kept, (None, weights.conv, weights.a_log, weights.dt_bias), 1, tables)

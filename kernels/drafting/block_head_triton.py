@@ -48,7 +48,8 @@ def _convolve_blocks(
 
 
 def convolve_blocks(x: Tensor, base: Tensor, dynamic: Tensor, rows: int) -> Tensor:
-    """Implement `aerie.kernels.drafting.block_head.convolve_blocks`."""
+    """Implement `aerie.kernels.drafting.block_head.convolve_blocks`: return the causal convolution over the rows of
+    each block."""
     (count, channels), (_, taps, groups) = x.shape, dynamic.shape
     out = torch.empty_like(x)
     _convolve_blocks[(count, triton.cdiv(channels, BLOCK))](
@@ -122,7 +123,8 @@ def score_candidates(
     before: Tensor,
     after: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Implement `aerie.kernels.drafting.block_head.score_candidates`."""
+    """Implement `aerie.kernels.drafting.block_head.score_candidates`: return scores of a row's candidates after each of
+    k nodes, and the candidates' ids."""
     (_, depths, n), rank, count = unary.shape, before.shape[1], previous.numel()
     scores = torch.empty((count, n), dtype=torch.float32, device=unary.device)
     ids = torch.empty((count, n), dtype=torch.int64, device=unary.device)

@@ -14,7 +14,7 @@ from aerie.kernels.operation import Implementation, on_gpu, operation
 from aerie.kernels.tree.nodes import Children, Level
 
 NOWHERE = -1  # marks no guide, state, token or mask
-MAX_STATES = 64
+MAX_STATES = 64  # maximum states of a guide
 MAX_EDGES = 256  # powers of two, for the kernels
 NO_ORIGIN = -2  # origin of an unused edge: neither a state nor `NOWHERE`
 PARTS = [MAX_STATES] * 3 + [MAX_EDGES] * 3  # int32 numbers of each part of a guide but the first, `nodes`

@@ -10,7 +10,7 @@ from aerie.kernels.drafting import guides as guides_module
 from aerie.kernels.drafting.guides import MAX_EDGES, MAX_STATES, GuideTable
 from aerie.kernels.tree.nodes import Children, Level
 
-BLOCK = 4096
+BLOCK = 4096  # logits per program
 NOWHERE = tl.constexpr(guides_module.NOWHERE)
 
 
@@ -181,7 +181,8 @@ def _mask(
 
 
 def mask(logits: Tensor, guides: GuideTable, words: Tensor, slots: Tensor, states: Tensor, ids: Tensor) -> None:
-    """Implement `aerie.kernels.drafting.guides.mask`."""
+    """Implement `aerie.kernels.drafting.guides.mask`: set the logits of forbidden tokens to minus infinity, in states
+    whose masks are known."""
     rows, size = logits.shape
     _mask[(rows, triton.cdiv(size, BLOCK))](
         logits,
@@ -256,7 +257,8 @@ def _children(
 
 
 def children(guides: GuideTable, slots: Tensor, states: Tensor, candidates: Children, unlikely: float) -> Children:
-    """Implement `aerie.kernels.drafting.guides.children`."""
+    """Implement `aerie.kernels.drafting.guides.children`: return proposals in which a forced token is the first of its
+    row, with log-probability 0."""
     ids, scores = torch.empty_like(candidates.ids), torch.empty_like(candidates.log_probabilities)
     _children[(ids.shape[0],)](
         guides.blocks,

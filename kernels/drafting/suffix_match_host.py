@@ -15,7 +15,8 @@ from aerie.kernels.tree.nodes import NO_TOKEN, Tree
 def record_tokens(
     history: Tensor, slots: Tensor, length: Tensor, tokens: Tensor, counts: Tensor, chains: Tensor
 ) -> Tensor:
-    """Implement `aerie.kernels.drafting.suffix_match.record_tokens`."""
+    """Implement `aerie.kernels.drafting.suffix_match.record_tokens`: append emitted tokens to the history, and compare
+    them with the chains that were proposed for them."""
     texts, proposed = history.numpy(), chains.numpy()
     columns = zip(slots.tolist(), length.tolist(), tokens.tolist(), counts.tolist(), strict=True)
     num_equal = []
@@ -31,7 +32,8 @@ def record_tokens(
 def find_matches(
     history: Tensor, slots: Tensor, seq_len: Tensor, limits: MatchLimits, chains: Tensor, max_tokens: int
 ) -> Tensor:
-    """Implement `aerie.kernels.drafting.suffix_match.find_matches`."""
+    """Implement `aerie.kernels.drafting.suffix_match.find_matches`: look up each request's newest tokens in its earlier
+    text, and propose the tokens that followed them."""
     texts, lengths, proposed = history.numpy(), seq_len.numpy(), chains.numpy()
     matched = np.zeros(slots.shape[0], np.int64)
     ahead = np.arange(proposed.shape[1])
@@ -62,7 +64,8 @@ def _longest(text: npt.NDArray[np.int32], longest: int) -> tuple[int, int]:
 
 
 def attach_chains(trees: Tree, slots: Tensor, chains: Tensor, first: int) -> None:
-    """Implement `aerie.kernels.drafting.suffix_match.attach_chains`."""
+    """Implement `aerie.kernels.drafting.suffix_match.attach_chains`: add each slot's chain to its tree as a branch, in
+    the nodes from `first` on."""
     tokens, parents, depths, masks = (field.numpy() for field in trees.fields)
     proposed, num_nodes = chains.numpy(), chains.shape[1]
     ahead = np.arange(num_nodes)

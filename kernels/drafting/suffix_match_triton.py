@@ -28,7 +28,15 @@ def _record_tokens(
     PADDED: tl.constexpr,
 ):
     """Append a request's `count` tokens to its history, and write how many of them its chain had proposed; -1 without a
-    chain."""
+    chain.
+
+    history_ptr: [slots, history_stride] int32 tokens of each slot, written.
+    slot_ptr, length_ptr, count_ptr: [requests] slot, committed tokens before, and new tokens.
+    token_ptr: [requests, M] the new tokens, then others.
+    chain_ptr: [slots, K] the proposed chain; a negative first token: none.
+    out_ptr: [requests] int64, written.
+    PADDED: the larger of M and K, padded.
+    """
     b = tl.program_id(0)
     slot = tl.load(slot_ptr + b)
     count = tl.load(count_ptr + b)
@@ -48,7 +56,8 @@ def _record_tokens(
 def record_tokens(
     history: Tensor, slots: Tensor, length: Tensor, tokens: Tensor, counts: Tensor, chains: Tensor
 ) -> Tensor:
-    """Implement `aerie.kernels.drafting.suffix_match.record_tokens`."""
+    """Implement `aerie.kernels.drafting.suffix_match.record_tokens`: append emitted tokens to the history, and compare
+    them with the chains that were proposed for them."""
     batch, width, num_nodes = tokens.shape[0], tokens.shape[1], chains.shape[1]
     equal = torch.empty(batch, dtype=torch.int64, device=slots.device)
     _record_tokens[(batch,)](
@@ -171,7 +180,14 @@ def _attach_chains(
     EMPTY: tl.constexpr,
 ):
     """Append a request's chain to its tree of `first` nodes. A chain that begins with a path of the tree continues that
-    path."""
+    path.
+
+    token_ptr, parent_ptr, depth_ptr, mask_ptr: [slots, W], fields of `Tree`; nodes from `first` on are written.
+    slot_ptr: [requests] int64.
+    chain_ptr: [slots, K] tokens of the chain.
+    W_PADDED, K_PADDED: W and K, padded.
+    EMPTY: token of a node that cannot be accepted.
+    """
     b = tl.program_id(0)
     slot = tl.load(slot_ptr + b)
     index = tl.arange(0, W_PADDED)

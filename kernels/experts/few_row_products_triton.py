@@ -42,10 +42,13 @@ def gate_up_of_few_rows(
 ):
     """Write the gate and up products, activated, of BLOCK_N columns and one used expert, for all rows.
 
-    hidden_ptr: times the row's weight of the expert; in FP8 divided by a scale, and factor_ptr gets scale x weight.
+    x_desc, w_desc: tensor maps of x [rows, SIZE] and of the weights [experts * 2 * WIDTH, SIZE].
+    x_scales_ptr, w_scales_ptr: their scales, with IN_FP8.
+    hidden_ptr: [used experts, BLOCK_M, WIDTH], written: times the row's weight of the expert. In FP8 it is divided by a
+        scale instead, and factor_ptr [used experts, WIDTH / BLOCK_N, BLOCK_M] gets scale x weight.
     chosen_ptr, weight_ptr: experts and weights of each row, SLOTS, padded to SLOTS_PADDED.
     used_ptr: used experts, then -1.
-    part_ptr: sums of the splits, which the last program of a tile adds.
+    part_ptr, ticket_ptr: sums of the SPLITS programs of a tile, which the last one adds, and a counter of each tile.
     pair_ptr: None, or for `down_of_sorted_rows`: gets the pairs of each expert's rows, and then activations are stored
         without weights.
     SIZE, WIDTH: numbers of x, and of the activation.
@@ -269,8 +272,17 @@ def down_of_one_row(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """`down_of_few_rows` for one row. A program computes one expert and reads all of its weights before the wait. In
-    FP8 the row has one operand column per scale group, as in `aerie.kernels.fp8.gemm_ahead_triton`."""
+    """`down_of_few_rows` for one row. A program computes BLOCK_N outputs of one expert and reads all of its weights
+    before the wait. In FP8 the row becomes several operand columns: column g has the row's values of scale group g, and
+    zeros elsewhere, as in `aerie.kernels.fp8.gemm_ahead_triton`.
+
+    w_desc: tensor map of the down weights [experts * SIZE, WIDTH].
+    hidden_ptr, factor_ptr: from `gate_up_of_few_rows`; the first of each expert's BLOCK_M rows is read.
+    w_scales_ptr: scales of the weights, with IN_FP8.
+    out_ptr: [SIZE], written.
+    used_ptr, num_used_ptr: used experts, then -1; their number.
+    part_ptr, ticket_ptr: float32 results of the SPLITS experts, and a counter of each block; zero between launches.
+    """
     groups: tl.constexpr = WIDTH // 128 if IN_FP8 else 1
     block, tile = tl.program_id(0), tl.program_id(1)
     n, column, k = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, 16), tl.arange(0, WIDTH)

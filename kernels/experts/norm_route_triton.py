@@ -120,7 +120,8 @@ def norm_route(
     live: TokenSlots | None,
     workspace: Workspace | None,
 ) -> NormedAndRouted:
-    """Implement `aerie.kernels.experts.norm_route.norm_route`."""
+    """Implement `aerie.kernels.experts.norm_route.norm_route`: return norm(x + residual), x + residual, and the experts
+    that the router chooses for the norm."""
     assert workspace is not None
     size, routing, device = x.shape[1], router.routing, x.device
     slots = routing.experts_per_token + router.num_shared

@@ -75,7 +75,14 @@ def _order(
     BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """The first programs place PAIRS pairs each; the others describe BLOCKS blocks each."""
+    """Write the fields of `ExpertOrder`. The first programs place PAIRS pairs each; the others describe BLOCKS blocks
+    each.
+
+    chosen_ptr, rank_ptr: [num_pairs] expert of each pair, and its rank among the expert's pairs.
+    count_ptr: [EXPERTS] pairs of each expert, the last SHARED of which are shared experts; padded to BINS.
+    pair_ptr: [max_blocks * BLOCK_M], written: pair of each row of the blocks, -1 for none.
+    expert_ptr: [max_blocks], written: expert of each block, -1 for unused blocks.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

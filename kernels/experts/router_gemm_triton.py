@@ -13,7 +13,7 @@ from aerie.kernels.gemm.workspace import Workspace
 
 _MAX_ROWS = 512  # more rows use cuBLAS
 _BLOCK_N, _BLOCK_K = 64, 128  # BLOCK_K is 64 if 128 does not divide K
-_MAX_SPLITS = 16
+_MAX_SPLITS = 16  # maximum programs that share a sum
 
 
 def router_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles:
@@ -41,7 +41,7 @@ def ordered_router_tiles(rows: int, n: int, k: int) -> SkinnyGemmTiles:
 def router_gemm(
     x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace | None, deterministic: bool
 ) -> Tensor:
-    """Implement `aerie.kernels.experts.router_gemm.router_gemm`."""
+    """Implement `aerie.kernels.experts.router_gemm.router_gemm`: return x W^T + b."""
     assert workspace is not None
     rows, n = x.shape[0], weight.shape[0]
     if rows > _MAX_ROWS and not deterministic:

@@ -70,7 +70,10 @@ def gate_up_of_sorted_rows(
 ):
     """Write the activated gate and up products of BLOCK_N columns for one block of rows sorted by expert.
 
-    hidden_ptr: [blocks * BLOCK_M, WIDTH].
+    x_ptr: [rows, SIZE].
+    w_desc: tensor map of the weights [experts * 2 * WIDTH, SIZE]. x_scales_ptr, w_scales_ptr: scales, with IN_FP8.
+    bias_ptr: [experts, 2 * WIDTH], or None.
+    hidden_ptr: [blocks * BLOCK_M, WIDTH], written.
     hidden_scales_ptr: [blocks, WIDTH / BLOCK_N, BLOCK_M] with FP8 rows.
     pair_ptr, expert_ptr, count_ptr, shared, stride: fields of `ExpertOrder`; count_ptr has EXPERTS counts, padded to
         BINS, which are zeroed here.
@@ -239,7 +242,13 @@ def down_of_sorted_rows(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Compute columns first .. first + SPAN - 1 of the results. part_ptr: [pairs, SPAN]."""
+    """Write columns first .. first + SPAN - 1 of a block's weighted down projections; BLOCKS * BLOCK_N per program.
+
+    hidden_desc, w_desc: tensor maps of hidden [blocks * BLOCK_M, WIDTH] and of the weights [experts * SIZE, WIDTH].
+    bias_ptr: [experts, SIZE], or None. weight_ptr: [pairs] routing weights. part_ptr: [pairs, SPAN], written.
+    HOLDS: keep all inputs of the block in registers; else read them again for each block of columns.
+    STEP: columns of hidden per product. Other arguments: `gate_up_of_sorted_rows`.
+    """
     steps: tl.constexpr = (WIDTH + STEP - 1) // STEP
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

@@ -15,7 +15,7 @@ from aerie.kernels.gemm.tiles import CUDA_ROWS, INPUT_STEP, ordered_cuda_rows, o
 from aerie.kernels.gemm.wgmma_cuda import fits
 from aerie.kernels.gemm.workspace import Workspace
 
-_THREADS = 384
+_THREADS = 384  # threads per program
 ROW_TILES = Path(__file__).with_name("row_tiles.cuh")  # functions of `ordered.cu` and many_rows.cu
 _BARRIERS_AND_STAGING = 8192 + 256  # bytes, beside the stages
 

@@ -21,7 +21,7 @@ MIN_SPLIT_ROWS = 209  # with fewer, `split_k_cuda` takes as long as with 256: 19
 MAX_ADAPTED_ROWS = 64  # rows whose adapters' part is added in the product's launch
 FIXED_ROWS = 64  # maximum rows of the tiles of deterministic routers
 SHARED_BYTES = 227 << 10  # shared memory of a multiprocessor
-MAX_SPLITS = 16
+MAX_SPLITS = 16  # maximum programs that share a sum (split K)
 # Rows and outputs of tiles for many rows, and the share of the tensor cores' speed that they reach: small tiles are
 # bound by reads from L2.
 ORDERED_BLOCKS = ((128, 128, 0.96), (256, 128, 1.0), (64, 128, 0.66), (64, 64, 0.47))

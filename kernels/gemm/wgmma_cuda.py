@@ -12,7 +12,7 @@ from aerie.kernels.capability import Capability
 from aerie.kernels.cuda_source import Kernel, compile_ahead, joined, load, wgmma
 from aerie.kernels.gemm.tiles import stage_bytes, wgmma_stages
 
-_THREADS = 384
+_THREADS = 384  # threads per program
 
 
 @dataclass(frozen=True)

@@ -77,7 +77,7 @@ def _map_prefill_rows(
 
 
 def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]:
-    """Implement `aerie.kernels.kv.slot_mapping.map_decode_rows`."""
+    """Implement `aerie.kernels.kv.slot_mapping.map_decode_rows`: map the rows of a round."""
     positions, slots = _outputs(batch.num_rows, batch.prefix_len.device)
     _map_decode_rows[(batch.num_requests,)](
         batch.prefix_len,
@@ -95,7 +95,8 @@ def map_decode_rows(batch: DecodeBatch, page_size: int) -> tuple[Tensor, Tensor]
 
 
 def map_prefill_rows(batch: PrefillBatch, page_size: int) -> tuple[Tensor, Tensor]:
-    """Implement `aerie.kernels.kv.slot_mapping.map_prefill_rows`."""
+    """Implement `aerie.kernels.kv.slot_mapping.map_prefill_rows`: map the rows of prompt chunks; padding rows get 0 and
+    0."""
     store_from = batch.store_from
     positions, slots = _outputs(batch.num_rows, batch.starts.device)
     _map_prefill_rows[(triton.cdiv(batch.num_rows, BLOCK),)](
@@ -123,7 +124,7 @@ def _outputs(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return positions, slots
 
 
-MAX_COLUMNS = 1024
+MAX_COLUMNS = 1024  # maximum numbers of a token per program
 
 
 @triton.jit(do_not_specialize=["table_stride"])
@@ -142,8 +143,15 @@ def _move_path(
     BLOCK: tl.constexpr,
     TWO: tl.constexpr,
 ):
-    """Copy the KV of a request's accepted nodes to the positions after its prefix, in one layer. TWO: there are k and
-    v; else only k."""
+    """Copy the KV of a request's accepted nodes to the positions after its prefix, in one layer.
+
+    k_ptr, v_ptr: [layers, pages, PAGE, TOKEN numbers], layer_stride between layers.
+    table_ptr: [requests, table_stride] page table.
+    length_ptr: [requests] tokens of the prefix.
+    path_ptr: [requests, ROWS] offset of each accepted node from the prefix's end; trailing zeros.
+    BLOCK: numbers of a token per program.
+    TWO: there are k and v; else only k.
+    """
     b, layer, block = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     row, column = tl.arange(0, ROWS_PADDED), block * BLOCK + tl.arange(0, BLOCK)
     step = tl.load(path_ptr + b * ROWS + row, mask=row < ROWS, other=0)
@@ -167,7 +175,8 @@ def _move_path(
 
 
 def move_path(tensors: tuple[Tensor, ...], page_table: Tensor, length: Tensor, path: Tensor) -> None:
-    """Implement `aerie.kernels.kv.slot_mapping.move_path`."""
+    """Implement `aerie.kernels.kv.slot_mapping.move_path`: copy the tokens at positions length[b] + path[b, j] to
+    length[b] + j, in place, where path[b, j] > j."""
     # FP8 is copied as bytes, on any GPU
     tensors = tuple(tensor.view(torch.uint8) if tensor.itemsize == 1 else tensor for tensor in tensors)
     k, v = tensors[0], tensors[1] if len(tensors) == 2 else None

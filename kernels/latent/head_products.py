@@ -44,7 +44,7 @@ def head_products(
         out[..., n:] = rotate_pairs(x[..., k:], *angles.by_row())
 
 
-MAX_ROWS = 16
+MAX_ROWS = 16  # maximum rows of the kernel
 _MAX_BYTES = 128 << 10  # maximum size of a head's matrix, which one copy loads to shared memory
 
 

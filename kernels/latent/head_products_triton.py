@@ -167,7 +167,8 @@ def head_products(
     angles: Angles | None = None,
     fixed: bool = False,
 ) -> None:
-    """Implement `aerie.kernels.latent.head_products.head_products`."""
+    """Implement `aerie.kernels.latent.head_products.head_products`: write out[r, h, :n] = x[r, h, :k] @ weight[h], and
+    x[r, h, k:] after RoPE to out[r, h, n:]."""
     (rows, heads, width), (_, in_features, out_features) = x.shape, weight.shape
     rotated = width - in_features
     scales = None if isinstance(out, Tensor) else out.scales

@@ -115,7 +115,7 @@ def normed_latents(
     fence: bool = True,
     fixed: bool = False,
 ) -> Tensor | Fp8Rows:
-    """Implement `aerie.kernels.latent.latents.normed_latents`."""
+    """Implement `aerie.kernels.latent.latents.normed_latents`: write the latent rows of a pass."""
     latent, width = kv.latent, kv.rows.shape[2]
     parts = both if both.dim() == 3 else both.unsqueeze(0)
     rows, q_size, rotated = parts.shape[1], parts.shape[2] - width, width - latent
@@ -218,7 +218,8 @@ def _expand_latents(
 def expand_latents(
     rows: Tensor, tokens: Tensor, ends: Tensor, weight: Tensor, scale: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Implement `aerie.kernels.latent.latents.expand_latents`."""
+    """Implement `aerie.kernels.latent.latents.expand_latents`: return latent rows times `weight`, and their RoPE parts,
+    in weight's dtype."""
     (n, latent), width = weight.shape, rows.shape[2]
     kv = torch.empty((tokens.shape[0], n), dtype=weight.dtype, device=rows.device)
     k_pe = torch.empty((tokens.shape[0], width - latent), dtype=weight.dtype, device=rows.device)

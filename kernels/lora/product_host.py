@@ -6,7 +6,8 @@ from aerie.kernels.lora.product import LoraTables
 
 
 def add_lora(y: Tensor, x: Tensor, tables: LoraTables, lora_indices: Tensor) -> Tensor:
-    """Implement `aerie.kernels.lora.product.add_lora`."""
+    """Implement `aerie.kernels.lora.product.add_lora`: add up[index] (down[index] x) to each row's result, in place;
+    return y."""
     rank = tables.max_rank
     for index in set(lora_indices.tolist()) - {-1}:
         rows = (lora_indices == index).nonzero().flatten()

@@ -24,7 +24,7 @@ from aerie.kernels.pdl import pdl_wait
 _NONE = tl.constexpr(1 << 30)  # beyond all indices
 _MAX_SPLITS = (16, 4, 1)  # by the class of rows: partial sums of many rows take memory and time
 _MAX_PROGRAMS = 16 * MULTIPROCESSORS  # a launch gets more lanes up to this number of programs
-SHRINK_STAGES = 3
+SHRINK_STAGES = 3  # Triton's num_stages of the product with `down`
 EXPAND_STAGES = 1  # more would copy partial sums to shared memory
 
 

@@ -157,7 +157,15 @@ def _head_input(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the norm of a token's embedding, or (second) of its hidden state."""
+    """Write the norm of a token's embedding, or (second) of its hidden state.
+
+    id_ptr: [rows] int64 tokens.
+    table_ptr: [vocabulary, size] embeddings.
+    hidden_ptr: [rows, size].
+    table_weight_ptr, hidden_weight_ptr: [size] weights of the two norms.
+    out_ptr: [rows, 2, size], written.
+    BLOCK: size, padded.
+    """
     row, second = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -179,7 +187,7 @@ def _head_input(
 def head_input(
     ids: Tensor, table: Tensor, hidden: Tensor, table_weight: Tensor, hidden_weight: Tensor, eps: float
 ) -> Tensor:
-    """Implement `aerie.kernels.norm.norm.head_input`."""
+    """Implement `aerie.kernels.norm.norm.head_input`: return RMSNorm(table[ids]) and RMSNorm(hidden), concatenated."""
     rows, size = hidden.shape
     out = torch.empty((rows, 2 * size), dtype=hidden.dtype, device=hidden.device)
     block = triton.next_power_of_2(size)
@@ -199,7 +207,7 @@ def head_input(
     return out
 
 
-_BLOCK = 1024
+_BLOCK = 1024  # maximum numbers of a head per program of `sigmoid_mul`
 
 
 @triton.jit
@@ -217,7 +225,13 @@ def _sigmoid_mul(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write sigmoid(gate) * x, plus `added` with HAS_ADDED. GATE_STEP: 1 for a gate per number, 0 for one per head."""
+    """Write sigmoid(gate) * x, plus `added` with HAS_ADDED.
+
+    x_ptr, added_ptr, out_ptr: [rows, heads, size], contiguous.
+    gate_ptr: [rows, heads, size], or one number per head.
+    GATE_STEP: 1 for a gate per number, 0 for one per head.
+    BLOCK: numbers of a head per program.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -236,7 +250,7 @@ def _sigmoid_mul(
 
 
 def sigmoid_mul(x: Tensor, gate: Tensor, added: Tensor | None = None) -> Tensor:
-    """Implement `aerie.kernels.norm.norm.sigmoid_mul`."""
+    """Implement `aerie.kernels.norm.norm.sigmoid_mul`: return x * sigmoid(gate) + added."""
     rows, heads, size = x.shape
     out, block = torch.empty_like(x), min(_BLOCK, triton.next_power_of_2(size))
     if rows:

@@ -75,7 +75,16 @@ def down_of_listed(
 ):
     """Write the weighted sum of down projections to out [rows, SIZE], of at most 8 rows. A program computes some
     outputs of every SPLITS-th used expert. It may read its first weights and biases before the wait, because the
-    previous kernel is a fence (`aerie.kernels.pdl`)."""
+    previous kernel is a fence (`aerie.kernels.pdl`).
+
+    hidden_ptr: [used experts, 8, WIDTH] inner activations times routing weights, from `gate_up_of_blocks`.
+    codes_ptr, scales_ptr, zeros_ptr, GROUP, CODE: the weight, see `aerie.kernels.packed.weight.PackedWeight`.
+    bias_ptr: [experts, SIZE], or None.
+    share_ptr: [used experts, 8] float32 routing weights, which weight the bias.
+    used_ptr, num_used_ptr: [most] used experts, then NO_EXPERT; their number.
+    part_ptr, ticket_ptr: float32 sums of the SPLITS programs of an output, which the last one adds, and their counters.
+    WARPS_N, WARPS_K: warps of a program beside each other in outputs and in inputs; STEPS: their steps per expert.
+    """
     CHUNKS: tl.constexpr = WIDTH // 64
     GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
@@ -204,7 +213,16 @@ def down_of_blocks(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Write weighted down projections to part [rows * slots, SPAN]: SPAN outputs from 64 * first_tile on."""
+    """Write weighted down projections of one block of rows sorted by expert: SPAN outputs from 64 * first_tile on.
+
+    hidden_ptr: [blocks, 8 * ROW_TILES, WIDTH] inner activations, from `gate_up_of_blocks`.
+    codes_ptr, scales_ptr, zeros_ptr, GROUP, CODE: the weight, see `aerie.kernels.packed.weight.PackedWeight`.
+    row_scale_ptr, bias_ptr: [experts, SIZE], factor on each output and bias; None without.
+    part_ptr: [rows * slots, SPAN], written.
+    weight_ptr: [rows * slots] routing weights.
+    pair_ptr: (row, slot) pair of each of a block's rows, -1 for none.
+    expert_ptr: expert of each block, -1 for unused blocks.
+    """
     CHUNKS: tl.constexpr = WIDTH // 64
     GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1

@@ -70,14 +70,15 @@ def gate_up_of_blocks(
 ):
     """Write the inner activations of each block: [blocks, 8 * ROW_TILES, WIDTH].
 
-    LISTED: they are multiplied by each row's routing weight of the expert, which is zero for rows that do not use it.
-    These weights are stored at `share_ptr`.
-    chosen_ptr, weight_ptr: [rows, SLOTS] experts of each row, and their routing weights.
-    expert_ptr: expert of each block, -1 for unused blocks.
-    pair_ptr: (row, slot) pair of each of a block's rows, -1 for none; unused if LISTED.
-    count_ptr: counts of `order_by_expert`, cleared unless LISTED.
-    codes_ptr to row_scale_ptr, GROUP, CODE: the weight, see `aerie.kernels.packed.weight.PackedWeight`.
-    alpha, limit, shift, cubic, CLAMPED, CUBED: the activation.
+    x_ptr: [rows, SIZE], x_words 32-bit words between rows.
+    bias_ptr: [experts, 2 * WIDTH], or None.
+    part_ptr, ticket_ptr: float32 sums of the SPLITS programs of an output, which the last one adds, and their counters.
+    LISTED: the activations are multiplied by each row's routing weight of the expert, which is zero for rows that do
+    not use it. These weights are stored at `share_ptr`. chosen_ptr, weight_ptr: [rows, SLOTS] experts of each row, and
+    their routing weights. expert_ptr: expert of each block, -1 for unused blocks. pair_ptr: (row, slot) pair of each of
+    a block's rows, -1 for none; unused if LISTED. count_ptr: counts of `order_by_expert`, cleared unless LISTED.
+    codes_ptr to row_scale_ptr, GROUP, CODE: the weight, see `aerie.kernels.packed.weight.PackedWeight`. alpha, limit,
+    shift, cubic, CLAMPED, CUBED: the activation.
     """
     CHUNKS: tl.constexpr = (SIZE + 63) // 64
     GROUPS: tl.constexpr = (CHUNKS * 64 + GROUP - 1) // GROUP

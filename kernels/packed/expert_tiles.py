@@ -8,9 +8,9 @@ from aerie.kernels.gemm.blocks import largest
 from aerie.kernels.packed.cuda.gated_mlp_tiles import one_row_tiles
 from aerie.kernels.packed.weight import BITS, TILE, PackedWeight
 
-MAX_LISTED_ROWS = 1
+MAX_LISTED_ROWS = 1  # maximum rows that all go through each used expert
 _ROWS_OF_ONE_TILE = 6.4  # up to this many rows per expert, one tile of 8 rows is faster than two
-_MAX_SPLITS = 8
+_MAX_SPLITS = 8  # maximum programs that share a sum
 _SMALL_SHARED = 48 << 10  # bytes of shared memory that a program may use without opting in to more
 
 

@@ -1,9 +1,9 @@
 """The Triton implementation of `aerie.kernels.packed.experts`.
 
-Few rows (`lists_experts`), two launches: gate and up projections of all rows with each used expert; down projections
-and their weighted sum. More rows, or deterministic engines, four launches: the sort by expert; gate and up projections
-of each block of rows; down projections, one result per row and expert; their sum. With very many rows the last two run
-over spans of outputs, which bounds memory.
+Up to MAX_LISTED_ROWS rows (`listed_experts`, which can compute up to a block of them), two launches: gate and up
+projections of all rows with each used expert; down projections and their weighted sum. More rows, or deterministic
+engines, four launches: the sort by expert; gate and up projections of each block of rows; down projections, one result
+per row and expert; their sum. With very many rows the last two run over spans of outputs, which bounds memory.
 """
 
 from typing import Any

@@ -9,7 +9,7 @@ from aerie.kernels.gemm.blocks import cdiv, next_power_of_2
 from aerie.kernels.packed.cuda.tiles import SHARED_SUMS
 from aerie.kernels.packed.weight import TILE
 
-MAX_STREAM_ROWS = 32
+MAX_STREAM_ROWS = 32  # maximum rows of `stream_triton`
 MAX_BLOCK_ROWS = 512  # with more, dequantising and cuBLAS are faster
 FIXED_ROWS = 32  # maximum rows of a program of deterministic products
 FIXED_BLOCKS = 16  # maximum blocks of as many rows per launch

@@ -48,7 +48,8 @@ def _rope_store(
     GROUP: query heads per KV head.
     ROTATED: rotated numbers of a head, its first ones; the others of D stay.
     STORES: false rotates queries only.
-    The other pointers and strides are those of the tensors of `aerie.kernels.rope.rope_store.rope_store`.
+    q_ptr: [rows, KV_HEADS * GROUP, D], written. k_ptr, v_ptr: [rows, KV_HEADS, D].
+    k_pool_ptr, v_pool_ptr: [tokens, KV_HEADS, D], written with STORES.
     """
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if PDL:

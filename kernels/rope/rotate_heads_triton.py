@@ -42,7 +42,8 @@ def _rotate_heads(
 
 
 def rotate_heads(x: Tensor, cos: Tensor, sin: Tensor) -> None:
-    """Implement `aerie.kernels.rope.rotate_heads.rotate_heads`."""
+    """Implement `aerie.kernels.rope.rotate_heads.rotate_heads`: rotate each head of x by the angles of its row, in
+    place."""
     rows, heads, head_dim = x.shape
     half = head_dim // 2
     if rows:

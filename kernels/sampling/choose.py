@@ -16,7 +16,7 @@ from aerie.kernels.sampling.filters import Limits, gaps
 from aerie.kernels.vocabulary.topk_log_softmax import finite_choice
 
 _GOLDEN = -7046029254386353131  # 2^64 / golden ratio, odd, as a signed integer
-_MIX_1, _MIX_2 = -49064778989728563, -4265267296055464877
+_MIX_1, _MIX_2 = -49064778989728563, -4265267296055464877  # multipliers of the hash that makes the noise
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from aerie.kernels.sampling.gumbel_triton import draw_of_row, noisy
 from aerie.kernels.vocabulary.topk_log_softmax import NOT_FINITE
 from aerie.kernels.vocabulary.topk_log_softmax_triton import combine
 
-TILE = 1024
+TILE = 1024  # logits that a program reads at a time
 
 
 @triton.jit(do_not_specialize=["width", "position_row", "position_column", "first"])
@@ -90,7 +90,8 @@ def _choose(
 
 
 def choose(logits: Tensor, draws: Draws, first: int, limits: Limits | None = None) -> tuple[Tensor, Tensor]:
-    """Implement `aerie.kernels.sampling.choose.choose`."""
+    """Implement `aerie.kernels.sampling.choose.choose`: return each row's largest perturbed logit and its column; the
+    largest logit for greedy rows."""
     rows, size = logits.shape
     # with few rows, small parts fill the device; results do not depend on the size
     part = 4 * TILE if rows > 8 else TILE
@@ -138,7 +139,8 @@ def _summarize(x_ptr, x_stride, size, norm_ptr, peak_ptr, PART: tl.constexpr, BL
 
 
 def norms_and_top(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement `aerie.kernels.sampling.choose.norms_and_top`."""
+    """Implement `aerie.kernels.sampling.choose.norms_and_top`: return logsumexp, the k largest logits in descending
+    order, and their columns."""
     rows, size = logits.shape
     parts, blocks = triton.cdiv(size, PART), triton.cdiv(size, BLOCK)
     norms = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)

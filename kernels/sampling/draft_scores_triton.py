@@ -213,7 +213,8 @@ def _perturb(
 
 
 def perturb(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary: Tensor | None) -> Tensor:
-    """Implement `aerie.kernels.sampling.draft_scores.perturb`."""
+    """Implement `aerie.kernels.sampling.draft_scores.perturb`: return logits / temperature + noise, with filtered
+    tokens below all others; greedy rows unchanged."""
     rows, size = logits.shape
     out = torch.empty((rows, size), dtype=torch.float32, device=logits.device)
     filtered = summary is not None

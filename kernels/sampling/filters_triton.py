@@ -239,7 +239,7 @@ def _limits(
 
 
 def find_limits(logits: Tensor, slots: Tensor, filters: Filters) -> Limits:
-    """Implement `aerie.kernels.sampling.filters.find_limits`."""
+    """Implement `aerie.kernels.sampling.filters.find_limits`: return the limits of each row."""
     rows, size = logits.shape
     device, parts = logits.device, triton.cdiv(size, PART)
     temperature, top_p, min_p, *top_k = filters.arguments()

@@ -86,7 +86,8 @@ def apply_penalties(
     path: Tensor | None = None,
     path_tokens: Tensor | None = None,
 ) -> Tensor:
-    """Implement `aerie.kernels.sampling.penalties.apply_penalties`."""
+    """Implement `aerie.kernels.sampling.penalties.apply_penalties`: return logits with penalties, biases and min_tokens
+    applied (OpenAI's presence and frequency penalty; the repetition penalty of arXiv 1909.05858, section 4.1)."""
     rows, size = logits.shape
     counts, prompt, bias = tables.output_counts, tables.in_prompt, tables.bias
     out = torch.empty((rows, size), dtype=torch.float32, device=logits.device)
@@ -123,7 +124,7 @@ def apply_penalties(
     return out
 
 
-MASK_BLOCK = 4096
+MASK_BLOCK = 4096  # logits per program of `_apply_masks`
 
 
 @triton.jit(do_not_specialize=["width", "first"])
@@ -140,6 +141,13 @@ def _apply_masks(
     FREE: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Set BLOCK logits of a row to minus infinity where the request's mask forbids the token.
+
+    x_ptr: [rows, size] logits of the tokens from `first` on, x_stride between rows.
+    slot_ptr: slots of the requests, which have `width` rows each.
+    index_ptr: [slots] row of word_ptr that is the request's first mask; FREE without masks.
+    word_ptr: [masks, num_words] int32, a bit per token.
+    """
     row = tl.program_id(0).to(tl.int64)
     base = tl.load(index_ptr + tl.load(slot_ptr + row // width))
     if base != FREE:
@@ -154,7 +162,8 @@ def _apply_masks(
 
 
 def apply_masks(logits: Tensor, slots: Tensor, index: Tensor, words: Tensor, first: int) -> None:
-    """Implement `aerie.kernels.sampling.penalties.apply_masks`."""
+    """Implement `aerie.kernels.sampling.penalties.apply_masks`: set the logits of forbidden tokens to minus
+    infinity."""
     rows, size = logits.shape
     _apply_masks[(rows, triton.cdiv(size, MASK_BLOCK))](
         logits,

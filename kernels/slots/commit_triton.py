@@ -33,6 +33,12 @@ def settle(
 ):
     """Commit `count` tokens up to the first stop token. Return the number of committed tokens and the finish reason.
 
+    length: committed tokens of the slot before.
+    seq_len_ptr: [slots] int32 committed tokens, written.
+    bonus_ptr: newest token by slot, bonus_stride apart, written.
+    max_len_ptr: maximum tokens by slot, max_len_stride apart.
+    finished_ptr: by slot, finished_stride apart: whether the request has ended, read and written.
+    STOP, LENGTH, NOT_FINITE: values of the finish reason.
     first_stop: index of the first stop token, at least `count` if there is none.
     last: the last token; negative if logits were not finite.
     """
@@ -93,8 +99,9 @@ def _commit_one(
     """Commit one request's token, if its slot may take one more; see `settle`.
 
     token_ptr: [requests], negative if logits were not finite; 0 is written in its place.
-    stop_ptr: [slots, STOPS]. output_count_ptr ..
-    shapes_stride: see `count_output`.
+    slot_ptr: [requests] int64.
+    stop_ptr: [slots, STOPS] stop tokens.
+    output_count_ptr .. shapes_stride: see `count_output`.
     count_ptr, finish_ptr: [requests], written: committed tokens and finish reasons.
     """
     b = tl.program_id(0)

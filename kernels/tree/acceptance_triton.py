@@ -74,7 +74,11 @@ def _accept_commit(
 ):
     """Accept a path of one request's tree, and commit its tokens to the slot.
 
-    certain, share: SYNTHETIC: accepted drafts of every round, and the probability of one more.
+    token_ptr, parent_ptr, depth_ptr, mask_ptr: [requests, W], fields of `Tree`, tree_stride between requests.
+    chosen_ptr: [requests, W] token that the target chose after each node; negative if its logits were not finite.
+    slot_ptr: [requests] int64.
+    seq_len_ptr .. finished_stride: tables by slot, read and written, see `aerie.kernels.slots.commit_triton.settle`.
+    certain, share: with SYNTHETIC, accepted drafts of every round, and the probability of one more.
     W: nodes of a tree, padded to W_PADDED.
     COLUMNS: nodes of the longest path.
     STOPS: stop ids of a slot.
@@ -173,7 +177,8 @@ def accept_commit(
     max_depth: int,
     synthetic_length: float | None = None,
 ) -> Committed:
-    """Implement `aerie.kernels.tree.acceptance.accept_commit`."""
+    """Implement `aerie.kernels.tree.acceptance.accept_commit`: accept the path of nodes that the target chose, and
+    commit its tokens to the slots."""
     batch, width, columns = chosen.shape[0], chosen.shape[1], max_depth + 1
     fields = tree.fields
     path, tokens, rows = torch.empty((3, batch, columns), dtype=torch.int64, device=chosen.device).unbind(0)

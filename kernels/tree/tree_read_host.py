@@ -15,7 +15,8 @@ def read_trees(
     seq_len: Tensor,
     mask_words: Tensor | None = None,
 ) -> RoundRows:
-    """Implement `aerie.kernels.tree.tree_read.read_trees`."""
+    """Implement `aerie.kernels.tree.tree_read.read_trees`: return the first `width` nodes of the trees of some slots as
+    rows, cut as by `aerie.kernels.tree.nodes.trimmed`."""
     rows = slots.numpy()
     tokens, parents, depths, masks = (field.numpy()[rows, :width] for field in trees.fields)
     alive = depths <= max_depth

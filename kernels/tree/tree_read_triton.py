@@ -93,7 +93,8 @@ def read_trees(
     seq_len: Tensor,
     mask_words: Tensor | None = None,
 ) -> RoundRows:
-    """Implement `aerie.kernels.tree.tree_read.read_trees`."""
+    """Implement `aerie.kernels.tree.tree_read.read_trees`: return the first `width` nodes of the trees of some slots as
+    rows, cut as by `aerie.kernels.tree.nodes.trimmed`."""
     fields = trees.fields
     batch, device = slots.shape[0], slots.device
     tree = torch.empty((4, batch, width), dtype=torch.int64, device=device)
@@ -138,7 +139,8 @@ def _write_roots(
 
 
 def write_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:
-    """Implement `aerie.kernels.tree.tree_read.write_roots`."""
+    """Implement `aerie.kernels.tree.tree_read.write_roots`: reset the trees of some slots to their root, the newest
+    token."""
     tokens = trees.tokens
     width = tokens.shape[1]
     _write_roots[(slots.shape[0],)](

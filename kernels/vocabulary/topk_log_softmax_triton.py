@@ -11,8 +11,8 @@ from torch import Tensor
 from aerie.kernels.score_order_triton import index_of, score_of, sort_key
 from aerie.kernels.vocabulary.topk_log_softmax import MAX_K, NOT_FINITE
 
-BLOCK = 4096
-ONE_BY_ONE = 16
+BLOCK = 4096  # logits per program
+ONE_BY_ONE = 16  # maximum k for which tokens are found one after another
 ALIGNED = 4  # float32 numbers in 16 bytes
 
 
@@ -73,7 +73,16 @@ def _combine(
     COLUMNS: tl.constexpr,
     SORTED: tl.constexpr,
 ):
-    """Choose a row's k best of all parts, and subtract the log-sum-exp."""
+    """Choose a row's k best of all parts, and subtract the log-sum-exp.
+
+    value_ptr, index_ptr: [rows, parts, K] the largest logits of each part, and their columns.
+    top_ptr, total_ptr: [rows, parts] largest logit of each part, and its sum of exp(logit - largest).
+    log_probability_ptr, id_ptr: [rows, k], written, best first.
+    norm_ptr: [rows] log-sum-exp, written.
+    size: columns of a row.
+    K, PARTS, COLUMNS: k, parts and parts * K, padded.
+    SORTED: choose by sorting; else one after another.
+    """
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     tops = tl.load(top_ptr + row * parts + part, mask=part < parts, other=float("-inf"))
@@ -104,7 +113,8 @@ def _combine(
 
 
 def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Implement `aerie.kernels.vocabulary.topk_log_softmax.topk_log_softmax`."""
+    """Implement `aerie.kernels.vocabulary.topk_log_softmax.topk_log_softmax`: return the k largest log-probabilities,
+    best first, their columns, and logsumexp."""
     rows, size = logits.shape
     assert k <= MAX_K
     parts, device, by_sorting = triton.cdiv(size, BLOCK), logits.device, k > ONE_BY_ONE

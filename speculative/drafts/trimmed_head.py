@@ -22,7 +22,7 @@ FILE = "token_map.json"
 # Rows of "auto", chosen by the measured shares of text that they cover (docs/commands.md, "aerie token-map"). A token
 # that a draft cannot propose ends a path, so more rows are needed without a map.
 AUTO_ROWS = 32_768
-AUTO_ROWS_WITHOUT_MAP = 65_536
+AUTO_ROWS_WITHOUT_MAP = 65_536  # rows of the head that "auto" keeps without a file of frequent tokens
 _AUTO_SHARE = 3  # "auto" trims only to a third or less; otherwise it saves too little for the proposals that it loses
 _BLOCK_ROWS = 4096  # rows that ranks exchange at a time
 

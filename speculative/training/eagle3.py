@@ -47,7 +47,7 @@ from aerie.speculative.training.samples import Sample
 from aerie.workers.models.llama import LlamaConfig
 
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
-_DRAFT_VOCAB = 32000
+_DRAFT_VOCAB = 32000  # default size of the draft's vocabulary
 
 
 class DraftLayer(nn.Module):

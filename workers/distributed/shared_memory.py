@@ -27,11 +27,11 @@ from aerie.workers.distributed.agreement import boot_id, gather_objects, problem
 logger = logging.getLogger(__name__)
 
 SLOT_BYTES = 1 << 20  # a larger message goes in pieces
-_MAX_RANKS = 64
+_MAX_RANKS = 64  # maximum ranks of a group
 _LINE = 8  # 64-bit words per cache line; each rank's word has a line of its own
 _WORDS_BYTES = _MAX_RANKS * _LINE * 8
 _LOOKS = 2000  # polls of another rank's word (0.1 ms) before a rank sleeps between polls
-_NAP_S = 5e-5
+_NAP_S = 5e-5  # time between two looks of a waiting rank
 _PATIENCE_S = 5e-3  # wait after which a rank checks whether the other process still runs
 
 

@@ -20,7 +20,7 @@ from aerie.workers.models.weights import opened
 
 DRAFT_PREFIX = "draft."  # of the paths of a draft's layers beside the target's
 _MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
-_NAMED_IN_ERRORS = 4
+_NAMED_IN_ERRORS = 4  # maximum tensors that an error names
 _UNSERVED = "is of a layer that adapters cannot change here"
 
 

@@ -26,7 +26,7 @@ from aerie.workers.models.gguf.tensors import gguf_tensors, is_gguf_folder, read
 from aerie.workers.models.name_map import NameMap
 
 INDEX = "model.safetensors.index.json"
-_NAMED_IN_ERRORS = 4
+_NAMED_IN_ERRORS = 4  # maximum tensors that an error names
 _READ_AHEAD = 256 << 20  # bytes; more gains little, and evicts other pages if memory is short
 _READ_STEP = 8 << 20  # bytes per request
 _CPU = torch.device("cpu")

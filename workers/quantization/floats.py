@@ -32,7 +32,7 @@ from aerie.workers.quantization.quant_method import (
     only,
 )
 
-_E8M0_NAN = 255
+_E8M0_NAN = 255  # the byte that is NaN in E8M0 scales
 _CODE_DEVIATION = 2.9  # standard deviation of uniformly distributed e2m1 codes
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 TARGET_CHUNK_TOKENS = 768  # both: see `default_itl_target_ms`
-TARGET_ROUNDS = 2.0
+TARGET_ROUNDS = 2.0  # see `default_itl_target_ms`
 
 
 class RoundCosts(msgspec.Struct, frozen=True, array_like=True):

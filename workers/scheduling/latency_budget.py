@@ -18,11 +18,11 @@ PATIENCE = 4.0  # `patience_s` as a multiple of the prompt's own time
 MAX_PATIENCE = 6.0  # bound on `patience_s`, as a multiple of the target, while few prompts are pending
 QUEUE_PATIENCE = 2.0  # bound on `patience_s`, as a multiple of the time of all pending prompts, if that is larger
 REST_SHARE = 0.2  # see `may_rest`
-MIN_MASK_WAIT_MS = 5.0
+MIN_MASK_WAIT_MS = 5.0  # lower bound of the time that a step may wait for masks
 GROWTH_SHARE = 0.1  # share of the target by which a joining request may make rounds longer than the mean gap
 PATIENT_TARGETS = 800.0  # wait, in targets, that doubles the mean gap in that limit
 SHAPE_SHARE, SHAPE_GAPS = 0.25, 1.25  # limit of a slower shape: sum of shares of target and mean gap
-_ROUNDING_MS = 1e-6
+_ROUNDING_MS = 1e-6  # added against rounding errors
 
 
 class StepRounds(NamedTuple):

@@ -24,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 RETRY_S = 1.0  # delay before the next start after a failed one
 _SILENT_S = 5.0  # time without an answer after a deadline, after which the process is killed
-_SEND_TIMEOUT_S = 0.5
-_BUFFER_BYTES = 1 << 20
+_SEND_TIMEOUT_S = 0.5  # time after which a process that does not read is replaced
+_BUFFER_BYTES = 1 << 20  # size of the sockets' send buffers
 
 
 class HostLink:

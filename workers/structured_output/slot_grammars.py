@@ -29,7 +29,7 @@ from aerie.workers.structured_output.mask_messages import LATE, Advanced, Entere
 from aerie.workers.structured_output.mask_table import HELD, MaskTable
 
 FIRST_RETRY_S = 0.02  # delay before a held request is scheduled again; doubled each time
-MAX_RETRY_S = 0.64
+MAX_RETRY_S = 0.64  # maximum delay between two attempts
 
 
 class HostOutput(Protocol):

@@ -16,7 +16,7 @@ from aerie.workers.structured_output.token_bytes import read_json
 CONFIG = "config.json"
 PREPROCESSOR = "preprocessor_config.json"
 PROCESSOR = "processor_config.json"  # may contain the image processor's settings
-CHANNELS = 3
+CHANNELS = 3  # red, green and blue
 
 
 Kind = Literal["qwen", "gemma3", "gemma4"]

@@ -31,7 +31,7 @@ from aerie.workers.vision.processor import check_processor, load_processor
 
 CACHE_BYTES = 1 << 28  # of images' embeddings; at least twice the largest image's
 _PAUSED_VALUES = 6  # times the hidden size, of a patch between two layers: hidden state, angles and residual
-_DUMMY_STD = 0.02
+_DUMMY_STD = 0.02  # standard deviation of random weights (load_format=dummy)
 COST_PATCHES = (256, 1024, 4096, 16384)  # of measured images
 _COST_LIMIT_MS = 1500.0  # images that would take longer are not measured
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # quantised towers are refused

@@ -17,10 +17,10 @@ import httpx
 
 from aerie.cluster.http.errors import ApiError, invalid, unsupported
 
-MAX_REDIRECTS = 3
+MAX_REDIRECTS = 3  # maximum redirects that are followed per image
 MAX_URL = 2048  # characters of a URL that is fetched
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
-_REDIRECTS = (301, 302, 303, 307, 308)
+_REDIRECTS = (301, 302, 303, 307, 308)  # HTTP status codes of redirects
 
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 

@@ -18,7 +18,7 @@ from aerie.cluster.http.text.tokenizer import ChatTokenizer
 from aerie.cluster.http.text.user_text import ChatText, TooManyTokensError, Truncation
 from aerie.workers.prompt_inputs import Embeddings, PromptInputs
 
-MAX_TEMPLATE_VARIABLES = 32
+MAX_TEMPLATE_VARIABLES = 32  # maximum entries of chat_template_kwargs
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
 
 

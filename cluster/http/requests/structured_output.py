@@ -21,7 +21,7 @@ ANY_OBJECT = {"type": "object"}
 # keys of `structured_outputs`: constraints, and options of the format
 _KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 _STYLE = ("disable_any_whitespace", "disable_additional_properties", "disable_fallback", "whitespace_pattern")
-MAX_CHOICE_ENTRIES = 1024
+MAX_CHOICE_ENTRIES = 1024  # maximum texts of a choice
 
 
 class GrammarMaker:

@@ -13,8 +13,8 @@ from aerie.cluster.http.schema.response import FlushedEngine, FlushReply
 from aerie.cluster.http.serving import Edge
 from aerie.cluster.transport.messages import FlushOutcome
 
-FLUSH_RETRY_S = 0.05
-MAX_FLUSH_WAIT_S = 600.0
+FLUSH_RETRY_S = 0.05  # delay before a flush is tried again
+MAX_FLUSH_WAIT_S = 600.0  # maximum time that a client may let a flush wait
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:

@@ -19,9 +19,9 @@ from aerie.cluster.transport.messages import EngineStats
 
 logger = logging.getLogger(__name__)
 
-STATS_TIMEOUT_S = 5.0
+STATS_TIMEOUT_S = 5.0  # maximum time to wait for statistics
 NEWS_WAIT_S = 2.0  # maximum wait for new states of engines, which are at most a second old
-NEWS_POLL_S = 0.1
+NEWS_POLL_S = 0.1  # seconds between two looks for changes
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 

@@ -24,11 +24,11 @@ Refusals = dict[str, tuple[str, tuple[Any, ...]]]
 # Checked before pydantic, which holds the interpreter's lock while it validates every element: 6-12 s for the worst
 # bodies of 8 MB, during which all streams of this process would stop.
 MAX_CONTAINERS = 2**16  # lists and objects; decoding two million took 3 s, and validating them another 3 s
-MAX_PARAMETERS = 128
-MAX_MESSAGES = 4096
-MAX_MESSAGE_FIELDS = 32
+MAX_PARAMETERS = 128  # maximum fields of a request
+MAX_MESSAGES = 4096  # maximum messages of a request, over all of its conversations
+MAX_MESSAGE_FIELDS = 32  # maximum fields of a message
 MAX_PARTS = 4096  # parts of one message, item or turn
-MAX_PARTS_IN_ALL = 16384
+MAX_PARTS_IN_ALL = 16384  # maximum content parts of all messages together
 MAX_OBJECT_FIELDS = 1024  # fields of an object parameter; logit_bias is the largest
 _CONVERSATIONS = ("messages", "input", "sampling_params")  # parameters that are lists of messages or items
 

@@ -16,8 +16,8 @@ from aerie.workers.scheduling.plan import MAX_STOP_TOKEN_IDS, VALUES
 Model = TypeVar("Model", bound=Schema)
 RequestId = Annotated[str, Field(min_length=1, max_length=128, pattern=r"^[!-~]+$")]
 Count = Annotated[int, Field(ge=1, lt=2**31)]
-MAX_ALLOWED_TOKENS = 1024
-MAX_BAD_WORDS = 128
+MAX_ALLOWED_TOKENS = 1024  # maximum entries of allowed_token_ids
+MAX_BAD_WORDS = 128  # maximum entries of bad_words
 BadWord = Annotated[str, Field(min_length=1, max_length=256)]
 # Descriptions only: `aerie.cluster.http.requests.edge_request` and the modules that it calls check these fields, so
 # that errors name the invalid entry.

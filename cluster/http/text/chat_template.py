@@ -131,7 +131,7 @@ def _any_shows(rendered: Rendering, turns: Iterable[Message]) -> bool:
 
 
 Fact = TypeVar("Fact")
-MAX_RENDER_S = 5.0
+MAX_RENDER_S = 5.0  # default limit on the time to render a template
 END = "\uffff "  # a noncharacter; templates that trim a content remove the space
 _CHANGES_LISTS = re.compile("append|pop")  # a method that `LimitedEnvironment` allows
 _ESCAPED_MARK = re.compile(r"(?<!\\)((?:\\\\)*)\\u(fd[de][0-9a-f])")  # an escaped character of `user_text.MARKS`

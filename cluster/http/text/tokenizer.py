@@ -31,7 +31,7 @@ from aerie.cluster.linux import trim_heap
 from aerie.workers.structured_output.token_bytes import BYTE_OF, TokenBytes, read_json, read_tokenizer
 
 LONG_TEXT = 4096  # characters, about 1 ms of encoding: longer texts are encoded in a thread
-MAX_LONG_ENCODES = 2
+MAX_LONG_ENCODES = 2  # long texts that are encoded at the same time
 MANY_MESSAGES = 32  # messages that are rendered in a thread; fewer take a millisecond
 QUICK_RENDER_S = 0.05  # maximum time of a template in the event loop, after which it starts again in a thread
 TOKENS_BEFORE = 5  # tokens of the prompt that a PrefixDetokenizer sees

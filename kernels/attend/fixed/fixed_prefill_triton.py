@@ -57,7 +57,11 @@ def _attend_fixed_prefill(
     UNIT: factor on softmax weights (`weight_unit`), undone by v_scale.
     PAIRS: pages are FP8, read as pairs of numbers.
     UPCAST: multiply in float32, for the interpreter.
-    The other pointers and strides are those of `attend_fixed_prefill`'s tensors; scale_log2 includes log2(e).
+    q_ptr, out_ptr: [rows, KV_HEADS * GROUP, D].
+    k_ptr, v_ptr: [pages, PAGE, KV_HEADS, D], the pool.
+    table_ptr: [chunks, table_stride] int32 page table.
+    sinks_ptr: score of each query head's sink, or None.
+    scale_log2: factor on scores, including log2(e). v_scale: factor on the output.
     """
     ROWS: tl.constexpr = BLOCK_M // GROUP
     WIDTH: tl.constexpr = D // 2 if PAIRS else D

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-_RETRY_S = 0.05
+_RETRY_S = 0.05  # delay before the next attempt to connect
 
 
 class TransferError(Exception):

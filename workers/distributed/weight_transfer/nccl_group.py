@@ -15,10 +15,10 @@ from torch import Tensor
 
 from aerie.workers.distributed.weight_transfer.group import Rendezvous, TransferError, open_store
 
-_ID_BYTES = 128
+_ID_BYTES = 128  # size of ncclUniqueId
 _ID_KEY = "broadcast_from/0/0"
 _UINT8, _FLOAT32, _SUM = 1, 7, 0  # of nccl.h
-_POLL_S = 0.0005
+_POLL_S = 0.0005  # time between two looks
 
 
 class _UniqueId(ctypes.Structure):

@@ -16,9 +16,9 @@ import numpy as np
 from aerie.workers.quantization.block_scheme import BLOCK_TYPES, PLAIN_TYPES
 
 _MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
+_VERSIONS = (2, 3)  # versions of the format that can be read
 _ALIGNMENT = 32  # of tensors, unless general.alignment says otherwise
-_STRING, _ARRAY, _BOOL = 8, 9, 7
+_STRING, _ARRAY, _BOOL = 8, 9, 7  # types of metadata values
 # Numbers of the types of values, and their letters in `struct`.
 _VALUES = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", _BOOL: "?", 10: "Q", 11: "q", 12: "d"}
 # Names of the types of tensors, by their numbers (`ggml_type`).

@@ -162,7 +162,7 @@ def _quantized_modules(quantization: Mapping[str, Any], source: str) -> tuple[st
 
 
 _PACKINGS = ("auto_round:auto_gptq", "auto_round:auto_awq")
-_PLAIN_BITS = 16
+_PLAIN_BITS = 16  # bits from which a layer is not quantised
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from aerie.workers.scheduling.plan import Chunk, SamplingParams, SlotInit, StepP
 from aerie.workers.slots import SlotTable
 from aerie.workers.vision.tower import VisionTower
 
-WARM_UP_TOKENS = 16
+WARM_UP_TOKENS = 16  # tokens of the prompt that warms up
 # Rows that fill less than their tile of 64 or 128. Products of deterministic engines have a kernel of their own for
 # them (`aerie.kernels.gemm.tiles.fills_tile`), which no captured step launches.
 SPARSE_ROWS = (40, 72)

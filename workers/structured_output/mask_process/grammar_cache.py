@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from aerie.workers.structured_output.compiler import GrammarCompiler, Vocabulary
 
-COMPILER_NICENESS = 10
+COMPILER_NICENESS = 10  # lowers the priority of threads that compile
 MAX_THREADS = 4  # so that a grammar that takes seconds does not delay others
 MAX_CACHED = 64  # compiled grammars, up to 10 MB each; the compiler has a cache of its own
 

@@ -107,7 +107,7 @@ logger = logging.getLogger(__name__)
 
 ABANDONED_SHARE = 0.1  # share of the time limits for masks of requests that have ended
 MAX_BACKGROUND = 4  # late masks computed at the same time
-_WATCH_S = 0.1
+_WATCH_S = 0.1  # seconds between two checks of the watching thread
 
 
 class MaskHost:

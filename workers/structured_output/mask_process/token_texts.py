@@ -9,7 +9,7 @@ import numpy.typing as npt
 from tokenizers import Tokenizer
 
 MAX_TOKEN_BYTES = 24  # maximum size of proposed tokens
-MAX_TEXT_STATES = 32
+MAX_TEXT_STATES = 32  # maximum states of a forced text
 _MAX_CACHED = 4096  # number of texts whose states are cached
 
 
