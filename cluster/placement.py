@@ -190,6 +190,8 @@ def _no_room(
     whole_engine: Mapping[str, float],
     nodes: Sequence[NodeResources],
 ) -> str:
+    """Return the error for a cluster without room for the configured engines. placed: engines that fit; whole_engine:
+    resources that one needs."""
     parallel = config.parallel
     needs = " and ".join(f"{amount:g} {key}" for key, amount in whole_engine.items())
     where = {

@@ -126,6 +126,7 @@ class SpeculativeConfig:
             )
 
     def _check_suffix(self) -> None:
+        """Raise ValueError for settings that do not fit drafts copied from earlier text."""
         copies = self.method == "suffix" or self.suffix_tokens > 0
         if not copies and (self.match_min, self.match_max) != (2, 16):
             raise ValueError(

@@ -67,6 +67,9 @@ class _PrefillWrapper:
 
 
 class FlashInferBackend(AttentionBackend):
+    """FlashInfer's kernels for prompt chunks and rounds. Owns their wrappers, workspaces, plans and masks, which all
+    layers share."""
+
     name = "flashinfer"
 
     def __init__(self) -> None:

@@ -210,6 +210,9 @@ class Device:
 
 
 class TrtllmBackend(AttentionBackend):
+    """TensorRT-LLM's kernels in FlashInfer (trtllm-gen, XQA), for rounds. Owns each device's workspace and the
+    masks."""
+
     name = "trtllm"
 
     def __init__(self) -> None:

@@ -254,6 +254,7 @@ class RequestStreams:
         self._inbox.close(linger_ms)
 
     def _read_inbox(self) -> None:
+        """Handle the ingresses' messages that have arrived, at most `_MAX_MESSAGES_PER_PASS`."""
         for _ in range(_MAX_MESSAGES_PER_PASS):
             received = self._inbox.receive()
             if received is None:

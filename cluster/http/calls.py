@@ -61,6 +61,13 @@ class Calls:
 
 
 class _Request:
+    """One request to the ASGI application within this process.
+
+    path: with the query, if any.
+    values: the JSON body.
+    streams: whether the reply is a stream of events.
+    """
+
     def __init__(
         self, app: ASGIApp, path: str, values: Mapping[str, Any], request_id: str, tenant: str, method: str
     ) -> None:

@@ -151,6 +151,8 @@ class _Requests(Collector):
 
 
 class _Snapshot(Collector):
+    """Prometheus metrics of the engines' statistics at one time."""
+
     def __init__(self, engines: Sequence[EngineStats], model_name: str) -> None:
         self._engines = engines
         self._model_name = model_name

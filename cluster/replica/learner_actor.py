@@ -55,6 +55,7 @@ class DraftLearner:
             logger.exception("the draft does not learn")
 
     def _run(self, prefix: str, name: str) -> None:
+        """Train whenever coordinator `name` is the leader of those whose names begin with `prefix`, until it ends."""
         rank, config = self._plan.rank, self._plan.learning
         assert rank.speculative is not None and config is not None
         if config.priority != "normal":

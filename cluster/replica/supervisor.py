@@ -277,6 +277,8 @@ class Supervisor:
         raise GaveUpError(f"engine {self._engine_id}: gave up after {config.max_restarts} failed starts")
 
     async def _bring_up(self) -> None:
+        """Start a coordinator if there is none, then a worker group, and attach the group to the coordinator. If that
+        fails, kill the group."""
         if self._coordinator is None:
             self._start_coordinator()
         self._epoch += 1

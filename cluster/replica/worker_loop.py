@@ -75,6 +75,8 @@ def _end(channel: RankChannel) -> Literal["stopped", "coordinator lost"]:
 
 
 class _Loop:
+    """The state of one worker's loop: which step it has reached, and when heartbeat and idle work are due."""
+
     def __init__(
         self,
         executor: StepExecutor,

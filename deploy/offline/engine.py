@@ -124,6 +124,7 @@ class OfflineEngine:
             raise kind(error.message) from None
 
     async def _answers(self, prompt: Prompt, params: SamplingParams, adapter: str) -> list[RunningAnswer]:
+        """Do `answers`, but raise ApiError as the server does."""
         body, limits, tokenizer = params.body(), self._limits, self.tokenizer
         if prompt.cache_salt is not None:
             body.cache_salt = prompt.cache_salt

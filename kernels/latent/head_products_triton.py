@@ -1,7 +1,8 @@
 # mypy: disable-error-code="assignment, no-untyped-call, no-untyped-def, untyped-decorator, var-annotated"
 """The kernels of `aerie.kernels.latent.head_products`: `_head_products` for any number of rows, in which some programs
-rotate q and whose results may be FP8; `_latent_values` for few rows. In the latter a tensor map loads a head's matrix
-to shared memory before the wait. From registers, as in the former, it would have to be moved after the wait."""
+rotate q and whose results may be FP8; `_latent_values` for few rows. `_latent_values` loads a head's matrix to
+shared memory by a tensor map before the PDL wait. `_head_products` loads it to registers, from which it would have to
+be moved to shared memory after the wait."""
 
 from typing import NamedTuple
 

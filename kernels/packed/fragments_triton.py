@@ -165,6 +165,7 @@ def _decode_interpreted(
     SCALE_TYPE: tl.constexpr,
     TYPE: tl.constexpr,
 ):
+    """Do `decode` in Triton's operations, for the interpreter."""
     operands = ()
     r = tl.arange(0, codes.shape[0]) % 4  # 2 u + h
     for step in tl.static_range(2):

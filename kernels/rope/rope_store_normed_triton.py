@@ -177,6 +177,12 @@ def _launch(
     slot_mapping: Tensor | None,
     norms: HeadNorms,
 ) -> Tensor:
+    """Launch `_normed_rope_store` on q [rows, heads, D]. Return the normed and rotated q, contiguous.
+
+    k, v: [rows, kv_heads, D]; None: q only.
+    kv, slot_mapping: the pool's layer, and the rows' tokens in it; None without k and v.
+    norms: norms of the heads of q and k.
+    """
     rows, num_heads, head_dim = q.shape
     num_kv_heads, half = 1 if k is None else k.shape[1], angles.cos.shape[-1]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

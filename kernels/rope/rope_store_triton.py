@@ -108,6 +108,11 @@ def _launch(
     kv: LayerKV | None,
     slot_mapping: Tensor | None,
 ) -> Tensor:
+    """Launch `_rope_store` on q [rows, heads, D], in place. Return q.
+
+    k, v: [rows, kv_heads, D]; None: rotate q only.
+    kv, slot_mapping: the pool's layer, and the rows' tokens in it; None without k and v.
+    """
     rows, num_heads, head_dim = q.shape
     heads = num_heads if k is None else k.shape[1]  # each with a program per row
     group = num_heads // heads

@@ -244,6 +244,7 @@ class Worker:
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> None:
+        """Launch a step. Its result is taken later; at most two steps may be pending."""
         assert len(self._pending) < 2, "a third step was submitted before a result was taken"
         started_s = time.perf_counter()
         if plan.grammars and self._captures is not None:

@@ -78,6 +78,8 @@ class ImageEncoder(nn.Module):
 
 
 class QwenEncoder(ImageEncoder):
+    """The towers of Qwen-VL models: images of any size, with the patches in windows or as a whole."""
+
     prefixes: ClassVar[Mapping[str, str]] = {"visual.": "tower."}
 
     def __init__(self, config: VisionConfig) -> None:
