@@ -41,7 +41,7 @@ class Rank:
 
 async def failed(error: Exception) -> WorkerGroupError:
     group: Any = object.__new__(WorkerGroup)
-    group._workers, group.places = [Rank(error)], []
+    group._workers, group.locations = [Rank(error)], []
     with pytest.raises(WorkerGroupError) as raised:
         await group._all("build")
     return raised.value
