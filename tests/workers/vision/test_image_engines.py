@@ -37,7 +37,7 @@ def answers(folder: Path, kind: str) -> list[list[int]]:
 
 @pytest.mark.parametrize(("kind", "pages"), [("qwen3_5", 24), *slow(("qwen3_vl", 30), ("qwen3_5_moe", 24))])
 def test_preempted_requests_with_images_go_on(tmp_path: Path, kind: str, pages: int) -> None:
-    """Of a hybrid, whose states are computed again; and with DeepStack."""
+    """The states of a hybrid are computed again, and the inner features of DeepStack are added again."""
     expected = answers(tmp_path, kind)
     with local_engine(EngineSpec(worker_of(tmp_path, num_pages=pages), None)) as engine:
         requests = requests_of(tmp_path, prompts())

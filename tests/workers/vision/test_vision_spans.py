@@ -157,8 +157,9 @@ def test_passes_of_one_size_have_the_same_embeddings(tmp_path: Path, kind: str, 
 def test_captured_passes_ask_the_device_for_no_value(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of tensors without values, any such question is an error. A CUDA graph cannot contain one. References stand
-    for kernels for CPUs, which read memory."""
+    """A CUDA graph cannot contain such a question. Here it is an error, because the tensors have no values.
+
+    References replace the kernels for CPUs, which read memory."""
     monkeypatch.setattr(Operation, "serving", lambda *_: ())
     for each in OPERATIONS:
         monkeypatch.setattr(each, "_by_device", {})
