@@ -28,7 +28,18 @@ def merge_rows(
     MAX_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merge one row and query head, SPLITS partials at a time. BLOCK_M: rows per partial."""
+    """Merge the partial results of one query row and query head, SPLITS partials at a time.
+
+    part_ptr: [partials, COLUMNS, BLOCK_M, D] results of items, each normalised by its own sum.
+    lse_ptr: [partials, COLUMNS, BLOCK_M] float32, log2 of the sums of weights.
+    out_ptr: [requests, ROWS, KV_HEADS * GROUP, D], written for requests with several partials.
+    requests_ptr: [requests, 2] index of a request's first partial, and how many it has.
+    ROWS, GROUP: query rows of a request, and query heads per KV head.
+    COLUMNS: partial results of an item, one for each tile of query rows of each KV head.
+    BLOCK_M: rows per partial.
+    MAX_SPLITS: maximum partials of a request, padded.
+    PDL: launch before the previous kernel ends, see `aerie.kernels.pdl`.
+    """
     packed, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(requests_ptr + 2 * request), tl.load(requests_ptr + 2 * request + 1)
     if PDL:
@@ -78,8 +89,11 @@ def merge_in_order(
     AT_ONCE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`merge_rows` for fixed plans: folds one partial after another, loading AT_ONCE at a time. sums_ptr: the weight of
-    the first partial, in which several spans are folded; None: each partial is one span."""
+    """Merge as `merge_rows` does, for fixed plans: fold one partial after another, loading AT_ONCE at a time.
+
+    sums_ptr: the weight of the first partial, in which several spans are folded; None: each partial is one span.
+    Other arguments: `merge_rows`.
+    """
     packed, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first, count = tl.load(requests_ptr + 2 * request), tl.load(requests_ptr + 2 * request + 1)
     if PDL:  # the counts may be read before the wait, see `merge_rows`
@@ -130,7 +144,10 @@ def _merge(
     """Store the weighted mean of `count` <= FAN partials, `step` apart, to rows target [BLOCK_M] of D values. Return
     its lse [BLOCK_M].
 
-    Works in slices of D to save registers. in_place: target is one of the partials.
+    part_ptr, lse_ptr, COLUMNS, SLICE: as in `merge_by_the_last`. Works in slices of D to save registers.
+    first: index of the first of the partials.
+    m, live: rows of the tile, and whether they exist.
+    in_place: target is one of the partials.
     """
     stride = step * COLUMNS * BLOCK_M
     base = (first * COLUMNS + tl.program_id(0)) * BLOCK_M

@@ -36,7 +36,12 @@ def _span(least, number):
 @triton.jit
 def _best_span(length, budget, min_span, tile, MAX_SPLITS: tl.constexpr):
     """Return the candidate span with which all items end soonest if `budget` of them run at a time; among equals, the
-    longest."""
+    longest.
+
+    length: [requests] tokens.
+    min_span, tile: minimum tokens of an item, and the number of which its length is a multiple.
+    MAX_SPLITS: maximum items of a request.
+    """
     total = tl.sum(length, 0)
     least = tl.maximum(tl.cdiv(total, budget), min_span)
     number = tl.arange(0, SPANS)
@@ -53,8 +58,13 @@ def _best_span(length, budget, min_span, tile, MAX_SPLITS: tl.constexpr):
 
 @triton.jit
 def _store_items(item, request, low, high, partial, first, count, used):
-    """Store the fields of items, in their order (`ITEM_FIELDS`). item: addresses; the fields are broadcast to their
-    shape."""
+    """Store the fields of items, in their order (`ITEM_FIELDS`).
+
+    item: addresses of the items; the fields are broadcast to their shape.
+    request, low, high: request, first position and end position.
+    partial, first, count: index of the item's partial result, of the request's first one, and the request's items.
+    used: whether an item is stored.
+    """
     tl.store(item, request, mask=used)
     tl.store(item + 1, low, mask=used)
     tl.store(item + 2, high, mask=used)
@@ -92,8 +102,15 @@ def _plan_items(
     REQUESTS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Cut each request into `count` items of equal length, a multiple of TILE and at least min_span, so that all
-    requests have about `budget` items."""
+    """Cut each request into `count` items of equal length, a multiple of `tile` and at least min_span, so that all
+    requests have about `budget` items.
+
+    prefix_ptr: [num_requests] tokens before the suffix_len new ones.
+    items_ptr: [num_items, ITEM_FIELDS] int32, written.
+    requests_ptr: [num_requests, 2] index of a request's first partial result and number of its items, written.
+    MAX_SPLITS: maximum items of a request. REQUESTS: num_requests, padded.
+    WINDOW: tokens that a row sees; 0: all.
+    """
     request = tl.arange(0, REQUESTS)
     present = request < num_requests
     length = tl.where(present, tl.load(prefix_ptr + request, mask=present, other=0) + suffix_len, 0)
@@ -124,7 +141,13 @@ def _plan_items(
 
 @triton.jit(do_not_specialize=["suffix_len", "span", "each"])
 def _plan_spans(prefix_ptr, items_ptr, requests_ptr, suffix_len, span, each, BLOCK: tl.constexpr, WINDOW: tl.constexpr):
-    """Make an item of each span of each request. each: maximum items of a request."""
+    """Make an item of each span of each request.
+
+    prefix_ptr, items_ptr, requests_ptr, suffix_len, WINDOW: as in `_plan_items`.
+    span: tokens of a span.
+    each: maximum items of a request.
+    BLOCK: items per program.
+    """
     request, i = tl.program_id(0), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     length = tl.load(prefix_ptr + request) + suffix_len
     place, total = i, span_of(length - 1, span) + 1
@@ -158,8 +181,15 @@ def _plan_whole_spans(
     PATHS: tl.constexpr,
     LEADS: tl.constexpr,
 ):
-    """As `_plan_items` for fixed plans: items end at borders of spans, and each span of an item has a partial result of
-    its own. LEADS: the first item adds the partial results of its spans."""
+    """Cut requests as `_plan_items` does, for fixed plans: items end at borders of spans, and each span of an item has
+    a partial result of its own.
+
+    span: tokens of a span. TILE: tokens of a tile.
+    max_partials: maximum partial results of a request.
+    PATHS: items end before the first tile with suffix columns, which `path_triton` continues.
+    LEADS: the first item adds the partial results of its spans.
+    Other arguments: `_plan_items`.
+    """
     request = tl.arange(0, REQUESTS)
     present = request < num_requests
     prefix = tl.load(prefix_ptr + request, mask=present, other=0)

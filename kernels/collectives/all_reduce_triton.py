@@ -47,12 +47,16 @@ def _one_shot_all_reduce(
     """Write a row to every rank's inbox, wait for the rows of all ranks, and add them. Words have 16-bit pairs and the
     epoch, so a word that has arrived is recognised without a flag.
 
+    x_ptr, residual_ptr, out_ptr: [rows, row_stride] words; the last two are written.
+    weight_ptr: [row_stride] words of two weights of the norm; scale_eps: its epsilon.
     inbox_ptr, inboxes_ptr: this rank's inbox, and the addresses of all inboxes.
     epochs_ptr: [rows] number of all-reduces so far; its lowest bit chooses one of two buffers.
     capacity: rows of a buffer.
-    row_stride: words per row.
+    row_stride: words per row. BLOCK: row_stride, padded.
+    rank, WORLD: this rank, and the number of ranks.
     NORM: add the sum to the residual, and write its RMSNorm.
     HALF: dtype of the 16-bit numbers.
+    PDL: launch before the previous kernel ends, see `aerie.kernels.pdl`.
     """
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
@@ -108,7 +112,7 @@ def _one_shot_all_reduce(
 def _in_rank_order(parts, source, WORLD: tl.constexpr):
     """Add the rows of parts [WORLD, BLOCK] one after another, as `aerie.kernels.collectives.all_reduce` does.
 
-    `tl.sum` would add them in the order of the compiler's layout.
+    `tl.sum` would add them in the order of the compiler's layout. source: [WORLD, 1] rank of each row.
     """
     total = tl.sum(tl.where(source == 0, parts, 0.0), 0)
     for rank in tl.static_range(1, WORLD):
@@ -142,7 +146,15 @@ def one_shot_all_reduce(
     out: Tensor,
     norm: tuple[Tensor, Tensor, float] | None = None,
 ) -> None:
-    """Implement `aerie.kernels.collectives.all_reduce`."""
+    """Implement `aerie.kernels.collectives.all_reduce.one_shot_all_reduce`: write the sum of x over the ranks to out.
+
+    With norm = (residual, weight, eps): add the sum to residual, and write the RMSNorm of residual to out.
+
+    x, out, residual: [rows, width] bfloat16 or float16, contiguous; residual is written.
+    inbox: [2, capacity, ranks, width / 2] int64, words that other ranks write to this one; zero before the first call.
+    inboxes: [ranks] int64, addresses of the inboxes of all ranks.
+    epochs: [capacity] int32, number of calls so far by row, written.
+    """
     rows, width = x.shape
     world, pairs, capacity = inboxes.shape[0], width // 2, inbox.shape[1]
     residual, weight, eps = norm if norm is not None else (x, x, 0.0)

@@ -32,12 +32,17 @@ from aerie.kernels.delta_rule.tables import ChunkTables, DeltaRows, DeltaWeights
 
 
 @triton.jit
-def borders(chunk, inside, qo_ptr, starts_ptr, at_ptr):
+def borders(chunk, inside, qo_ptr, starts_ptr, snapshot_at_ptr):
     """Return each chunk's first row, its number of rows, and its number of rows before the snapshot: 0 if the snapshot
-    is at an end of the chunk or outside."""
+    is at an end of the chunk or outside.
+
+    chunk, inside: indices of chunks, and whether each exists.
+    qo_ptr: [chunks + 1] first row of each chunk, and the last one's end.
+    starts_ptr, snapshot_at_ptr: [chunks] position of the first row, and of the snapshot.
+    """
     first = tl.load(qo_ptr + chunk, mask=inside, other=0)
     rows = tl.load(qo_ptr + chunk + 1, mask=inside, other=0) - first
-    border = tl.load(at_ptr + chunk, mask=inside, other=-1) - tl.load(starts_ptr + chunk, mask=inside, other=0)
+    border = tl.load(snapshot_at_ptr + chunk, mask=inside, other=-1) - tl.load(starts_ptr + chunk, mask=inside, other=0)
     return first, rows, tl.where((border > 0) & (border < rows), border, 0)
 
 
@@ -56,24 +61,30 @@ def block_rows(j, rows, border, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def first_blocks(qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr):
-    """Return [CHUNKS_PADDED] each: the number of blocks before each chunk, and each chunk's number of blocks."""
+def first_blocks(qo_ptr, starts_ptr, snapshot_at_ptr, num_chunks, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr):
+    """Return [CHUNKS_PADDED] each: the number of blocks before each chunk, and each chunk's number of blocks.
+
+    qo_ptr, starts_ptr, snapshot_at_ptr: see `borders`, of num_chunks chunks. BLOCK: maximum rows of a block.
+    """
     chunks = tl.arange(0, CHUNKS_PADDED)
-    _, rows, border = borders(chunks, chunks < num_chunks, qo_ptr, starts_ptr, at_ptr)
+    _, rows, border = borders(chunks, chunks < num_chunks, qo_ptr, starts_ptr, snapshot_at_ptr)
     own = num_blocks(border, BLOCK) + num_blocks(rows - border, BLOCK)
     return tl.cumsum(own, 0) - own, own
 
 
 @triton.jit
 def locate(
-    index, qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    index, qo_ptr, starts_ptr, snapshot_at_ptr, num_chunks, CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return block `index`: its chunk, the row where the chunk starts, its first row in the chunk, its rows (or 0)."""
-    before, own = first_blocks(qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED, BLOCK)
+    """Return block `index`: its chunk, the row where the chunk starts, its first row in the chunk, its rows (or 0).
+
+    qo_ptr, starts_ptr, snapshot_at_ptr, num_chunks, CHUNKS_PADDED, BLOCK: see `first_blocks`.
+    """
+    before, own = first_blocks(qo_ptr, starts_ptr, snapshot_at_ptr, num_chunks, CHUNKS_PADDED, BLOCK)
     mine = (before <= index) & (index < before + own)
     chunk = tl.sum(tl.where(mine, tl.arange(0, CHUNKS_PADDED), 0), 0)
     j = index - tl.sum(tl.where(mine, before, 0), 0)
-    chunk_row, rows, border = borders(chunk, True, qo_ptr, starts_ptr, at_ptr)
+    chunk_row, rows, border = borders(chunk, True, qo_ptr, starts_ptr, snapshot_at_ptr)
     first, count = block_rows(j, rows, border, BLOCK)
     return chunk, chunk_row, first, tl.where(tl.sum(mine.to(tl.int32), 0) > 0, count, 0)
 
@@ -84,15 +95,21 @@ CHANNELS = 128  # channels per program of `_convolve`
 @triton.jit(do_not_specialize=["num_chunks"])
 def _convolve(
     qkv_ptr, weight_ptr, conv_ptr, x_ptr,
-    slots_ptr, qo_ptr, starts_ptr, at_ptr,
+    slots_ptr, qo_ptr, starts_ptr, snapshot_at_ptr,
     num_chunks, qkv_stride,
     C: tl.constexpr, CHANNELS: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write x_ptr, the convolved q, k and v. A program computes CHANNELS channels of a block. The slot's history
-    precedes a chunk, unless the chunk starts its prompt. Arguments: `_advance`."""
+    precedes a chunk, unless the chunk starts its prompt.
+
+    qkv_ptr: [rows, C] before the convolution, qkv_stride between rows.
+    weight_ptr: [4, C] taps, the oldest first. conv_ptr: [slots, 3, C], the slots' last three tokens.
+    x_ptr: [rows, C], written.
+    slots_ptr: [chunks] slot. qo_ptr, starts_ptr, snapshot_at_ptr, num_chunks, CHUNKS_PADDED, BLOCK: see `first_blocks`.
+    """
     chunk, chunk_row, first, count = locate(
-        tl.program_id(1), qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED, BLOCK
+        tl.program_id(1), qo_ptr, starts_ptr, snapshot_at_ptr, num_chunks, CHUNKS_PADDED, BLOCK
     )
     if count > 0:
         has_history = tl.load(starts_ptr + chunk) > 0
@@ -115,18 +132,27 @@ def _convolve(
 @triton.jit(do_not_specialize=["num_chunks"])
 def _solve(
     x_ptr, b_ptr, a_ptr, a_log_ptr, dt_bias_ptr, w_ptr, u_ptr, decay_ptr,
-    qo_ptr, starts_ptr, at_ptr,
+    qo_ptr, starts_ptr, snapshot_at_ptr,
     num_chunks, b_stride, a_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write w_ptr, u_ptr and decay_ptr. A program computes one value head of a block. Arguments: `_advance`."""
+    """Write w_ptr, u_ptr and decay_ptr. A program computes one value head of a block.
+
+    x_ptr: [rows, C] q, k and v after the convolution, from `_convolve`.
+    b_ptr, a_ptr: [rows, HV] inputs of beta and of the decay, b_stride and a_stride between rows.
+    a_log_ptr, dt_bias_ptr: [HV] weights of the decay.
+    w_ptr, u_ptr: [rows, HV, DK], [rows, HV, DV] of the UT transform: solutions for keys and for values.
+    decay_ptr: [rows, HV] float32, log decay since the block's start.
+    qo_ptr, starts_ptr, snapshot_at_ptr, num_chunks, CHUNKS_PADDED, BLOCK: see `first_blocks`.
+    HK, HV, DK, DV: heads and dimensions of keys and values.
+    """
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV
     SOLVE: tl.constexpr = PRECISION if x_ptr.dtype.element_ty == tl.float32 else "tf32"
     h = tl.program_id(0)
     chunk, chunk_row, first, count = locate(
-        tl.program_id(1), qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED, BLOCK
+        tl.program_id(1), qo_ptr, starts_ptr, snapshot_at_ptr, num_chunks, CHUNKS_PADDED, BLOCK
     )
     if count > 0:
         i, d, e = tl.arange(0, BLOCK), tl.arange(0, DK), tl.arange(0, DV)
@@ -164,7 +190,13 @@ def _history(qkv_ptr, history_ptr, chunk_row, token, column, stride, has_history
 def move_history(
     qkv_ptr, conv_ptr, saved_ptr, slot, entry, chunk_row, rows, snapshot, column, stride, has_history, C: tl.constexpr,
 ):  # fmt: skip
-    """Store the last three tokens of a chunk as the slot's history, and the three before a snapshot as its history."""
+    """Store the last three tokens of a chunk as the slot's history, and the three before a snapshot as its history.
+
+    qkv_ptr: [rows, C] before the convolution, stride between rows.
+    conv_ptr, saved_ptr: [slots, 3, C], [.., 3, C] histories of slots and of snapshots, written at `slot` and `entry`.
+    chunk_row, rows, snapshot: the chunk's first row, number of rows, and rows before the snapshot; 0 for none.
+    column, has_history: channels to move, and whether tokens precede the chunk; else zeros do.
+    """
     history_ptr = conv_ptr + slot * (3 * C)
     first = _history(qkv_ptr, history_ptr, chunk_row, rows - 3, column, stride, has_history, C)
     second = _history(qkv_ptr, history_ptr, chunk_row, rows - 2, column, stride, has_history, C)
@@ -184,32 +216,35 @@ def move_history(
 @triton.jit(do_not_specialize=["num_chunks"])
 def _advance(
     qkv_ptr, x_ptr, w_ptr, u_ptr, decay_ptr, begin_ptr, state_ptr, conv_ptr, saved_state_ptr, saved_conv_ptr,
-    slots_ptr, qo_ptr, starts_ptr, at_ptr, entry_ptr,
+    slots_ptr, qo_ptr, starts_ptr, snapshot_at_ptr, snapshot_entry_ptr,
     num_chunks, qkv_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Advance PART columns of a value head's state over a chunk, block by block; write the states before the blocks.
 
+    qkv_ptr: [rows, C] before the convolution, qkv_stride between rows: its last tokens become the slot's history.
     x_ptr: [rows, C] q, k and v after the convolution, from `_convolve`.
     w_ptr, u_ptr, decay_ptr: w, u and [rows, HV] decays of the blocks' rows, from `_solve`; u is replaced.
     begin_ptr: [blocks, HV, DK, DV] states before the blocks, written.
+    state_ptr, conv_ptr: [slots, HV, DK, DV] float32 and [slots, 3, C], written: state and history after the chunk.
     slots_ptr, qo_ptr, starts_ptr: slot, first row and position of the first row of each of num_chunks chunks.
-    at_ptr, entry_ptr: position of a chunk's snapshot, and its entry.
-    Other arguments: `aerie.kernels.delta_rule.rounds_triton._delta_round`.
+    snapshot_at_ptr, snapshot_entry_ptr: [chunks] position at which the state is saved, and its index in saved_state_ptr
+        [.., HV, DK, DV] and saved_conv_ptr [.., 3, C].
+    HK, HV, DK, DV: heads and dimensions of keys and values. CHUNKS_PADDED, BLOCK: see `first_blocks`.
     """
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV
     h, part, chunk = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    chunk_row, rows, border = borders(chunk, True, qo_ptr, starts_ptr, at_ptr)
+    chunk_row, rows, border = borders(chunk, True, qo_ptr, starts_ptr, snapshot_at_ptr)
     if rows > 0:
         key_head = h // (HV // HK)
-        before, own = first_blocks(qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED, BLOCK)
+        before, own = first_blocks(qo_ptr, starts_ptr, snapshot_at_ptr, num_chunks, CHUNKS_PADDED, BLOCK)
         mine = tl.arange(0, CHUNKS_PADDED) == chunk
         block, blocks = tl.sum(tl.where(mine, before, 0), 0), tl.sum(tl.where(mine, own, 0), 0)
-        slot, entry = tl.load(slots_ptr + chunk), tl.load(entry_ptr + chunk)
+        slot, entry = tl.load(slots_ptr + chunk), tl.load(snapshot_entry_ptr + chunk)
         start = tl.load(starts_ptr + chunk)
-        snapshot = tl.load(at_ptr + chunk) - start
+        snapshot = tl.load(snapshot_at_ptr + chunk) - start
         i, d, e = tl.arange(0, BLOCK), tl.arange(0, DK), part * PART + tl.arange(0, PART)
         of_head = h * (DK * DV) + d[:, None] * DV + e[None, :]
         state = tl.load(state_ptr + slot * (HV * DK * DV) + of_head, mask=(start + d[:, None] * 0) > 0, other=0.0)
@@ -248,13 +283,21 @@ def _advance(
 @triton.jit(do_not_specialize=["num_chunks", "num_rows"])
 def _finish(
     z_ptr, out_ptr, norm_ptr, x_ptr, u_ptr, decay_ptr, begin_ptr,
-    qo_ptr, starts_ptr, at_ptr,
+    qo_ptr, starts_ptr, snapshot_at_ptr,
     num_chunks, num_rows, z_stride, out_stride, scale_eps,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, SIGMOID: tl.constexpr,
     CHUNKS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the outputs and their gated norm. A program computes one value head of a block, and writes zeros to padding
-    rows. Arguments: `_advance`."""
+    """Write the outputs and their gated norm, and zeros to padding rows. A program computes one value head of a block.
+
+    z_ptr: [rows, HV * DV] inputs of the gate, z_stride between rows.
+    out_ptr: [num_rows, HV * DV], written, out_stride between rows.
+    norm_ptr: [DV] weights of the norm, scale_eps its epsilon.
+    x_ptr, u_ptr, decay_ptr, begin_ptr: q and k, additions to the state, decays, and states before the blocks, after
+        `_advance`.
+    qo_ptr, starts_ptr, snapshot_at_ptr, num_chunks, CHUNKS_PADDED, BLOCK: see `first_blocks`.
+    HK, HV, DK, DV: heads and dimensions of keys and values. SIGMOID: the gate is a sigmoid; else SiLU.
+    """
     h, index = tl.program_id(0), tl.program_id(1)
     key_head = h // (HV // HK)
     i, d, e = tl.arange(0, BLOCK), tl.arange(0, DK), tl.arange(0, DV)
@@ -263,7 +306,9 @@ def _finish(
     zeros = tl.zeros((BLOCK, DV), out_ptr.dtype.element_ty)
     column = h * DV + e[None, :]
     tl.store(out_ptr + padding.to(tl.int64)[:, None] * out_stride + column, zeros, mask=is_padding[:, None])
-    chunk, chunk_row, first, count = locate(index, qo_ptr, starts_ptr, at_ptr, num_chunks, CHUNKS_PADDED, BLOCK)
+    chunk, chunk_row, first, count = locate(
+        index, qo_ptr, starts_ptr, snapshot_at_ptr, num_chunks, CHUNKS_PADDED, BLOCK
+    )
     if count > 0:
         live, row = i < count, (chunk_row + first + i).to(tl.int64)
         at = x_ptr + row[:, None] * (2 * HK * DK + HV * DV) + (key_head * DK + d)[None, :]

@@ -66,16 +66,33 @@ def _convolved(column, own, newest, older, oldest, live, writes, weight_ptr, pen
 def _delta_few_rows(
     qkv_ptr, z_ptr, b_ptr, a_ptr, out_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr,
     state_ptr, conv_ptr, pending_ptr, committed_ptr, saved_state_ptr, saved_conv_ptr, count_ptr,
-    slots_ptr, prefix_ptr, mask_ptr, at_ptr, entry_ptr, mask_stride,
+    slots_ptr, prefix_ptr, mask_ptr, snapshot_at_ptr, snapshot_entry_ptr, mask_stride,
     qkv_stride, z_stride, b_stride, a_stride, out_stride, scale_eps,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, PENDING: tl.constexpr, PATH: tl.constexpr, HK: tl.constexpr,
     HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr, R: tl.constexpr, SIGMOID: tl.constexpr,
     EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Arguments are those of `aerie.kernels.delta_rule.rounds_triton._delta_round`; but the tile's ROWS have the PATH
-    committed rows, then WIDTH keys of the new rows, then their queries.
+    """Compute one value head of one request. The tile's ROWS have the PATH committed rows, then WIDTH keys of the new
+    rows, then their queries.
 
+    qkv_ptr: [requests * WIDTH, C], the new rows' q, k and v before the convolution.
+    z_ptr: [.., HV * DV], inputs of the output gate. b_ptr, a_ptr: [.., HV], inputs of beta and of the decay.
+    out_ptr: [.., HV * DV], written. qkv_stride, z_stride, b_stride, a_stride, out_stride: between rows.
+    weight_ptr: [4, C] taps of the convolution. a_log_ptr, dt_bias_ptr: [HV], of the decay. norm_ptr: [DV].
+    state_ptr: [slots, HV, DK, DV] float32 before the committed rows; written: after them.
+    conv_ptr: [slots, 3, C], the three tokens before the committed rows.
+    committed_ptr: [slots, PATH, R], accepted rows that the state lacks. count_ptr: [slots], their number.
+    pending_ptr: [slots, PENDING, R], the new rows, written.
+    slots_ptr, prefix_ptr: [requests] slot, and tokens before the new rows.
+    mask_ptr: [requests, WIDTH] tree masks, mask_stride between requests.
+    snapshot_at_ptr, snapshot_entry_ptr: [slots] position at which a slot's state is saved, and its index in
+        saved_state_ptr [.., HV, DK, DV] and saved_conv_ptr [.., 3, C].
+    scale_eps: epsilon of the norm.
+    HK, HV, DK, DV: heads and dimensions of keys and values. R: numbers of a row.
+    PART: columns of the state at a time.
+    SIGMOID: the output gate is a sigmoid; else SiLU.
     EARLY: load the state before the wait; else prefetch it.
+    PDL: launch before the previous kernel ends, see `aerie.kernels.pdl`.
     """
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV
@@ -109,9 +126,10 @@ def _delta_few_rows(
     sees = live[:, None] & ((c <= r[:, None]) & (c < count) | among_new)
     above = sees & (c < token[:, None])
     newest, older, oldest = three_before(above, c)
-    passed = tl.load(at_ptr + slot) - (tl.load(prefix_ptr + request) - count)
-    due = (passed >= 0) & (passed <= count)
-    entry = tl.load(entry_ptr + slot)
+    # committed rows before the snapshot
+    snapshot = tl.load(snapshot_at_ptr + slot) - (tl.load(prefix_ptr + request) - count)
+    saves = (snapshot >= 0) & (snapshot <= count)
+    entry = tl.load(snapshot_entry_ptr + slot)
     a_log, dt_bias = tl.load(a_log_ptr + h).to(tl.float32), tl.load(dt_bias_ptr + h).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -162,24 +180,24 @@ def _delta_few_rows(
         v = values[part]
         wanted = beta[:, None] * v.to(tl.float32) + of_state[:, None] * exact_product(kq, state)
         solved = dot(inverse, wanted)
-        if due:
-            until = tl.sum(tl.where(r < passed, g, 0.0), 0)
-            some = tl.where(r < passed, tl.exp(until - decay) * scale, 0.0)
-            added = tl.where(r[:, None] < passed, some[:, None] * solved, 0.0)
+        if saves:
+            until = tl.sum(tl.where(r < snapshot, g, 0.0), 0)
+            some = tl.where(r < snapshot, tl.exp(until - decay) * scale, 0.0)
+            added = tl.where(r[:, None] < snapshot, some[:, None] * solved, 0.0)
             kept = tl.exp(until) * state + exact_product(columns, added)
             tl.store(saved_state_ptr + entry * (HV * DK * DV) + of_part + part * PART, kept)
             v_column = 2 * KEYS + h * DV + part * PART + e
-            keep_history(saved_conv_ptr + entry * (3 * C), passed, v_column, conv_ptr_of_slot, committed_ptr, C, R)
+            keep_history(saved_conv_ptr + entry * (3 * C), snapshot, v_column, conv_ptr_of_slot, committed_ptr, C, R)
         if count > 0:
             added = tl.where(r[:, None] < count, adds[:, None] * solved, 0.0)
             state = tl.exp(all_decay) * state + exact_product(columns, added)
             tl.store(own_state_ptr + of_part + part * PART, state)
         squares += tl.sum(solved * solved, 1)
         outs = outs + (solved,)
-    if due & leads:
+    if saves & leads:
         for i in tl.static_range(2):
             k_column = i * KEYS + key_head * DK + d
-            keep_history(saved_conv_ptr + entry * (3 * C), passed, k_column, conv_ptr_of_slot, committed_ptr, C, R)
+            keep_history(saved_conv_ptr + entry * (3 * C), snapshot, k_column, conv_ptr_of_slot, committed_ptr, C, R)
 
     # 5. The gated norm.
     writes = (is_new & (is_key == 0))[:, None]

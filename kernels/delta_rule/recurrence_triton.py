@@ -41,8 +41,12 @@ def _one_kernel(numbers: str, addresses: str) -> dict[str, list[str]]:
 
 @triton.jit
 def _convolved(own, newest, older, oldest, has_newest, has_older, has_oldest, taps, C: tl.constexpr):
-    """Return raw and convolved channels, in the rows' dtype, from the addresses of a token and the three before it.
-    taps: addresses of the channels' oldest taps in [4, C]."""
+    """Return raw and convolved channels of a token, in the rows' dtype.
+
+    own, newest, older, oldest: addresses of the channels of the token and the three before it, which are zeros unless
+        has_newest, has_older, has_oldest.
+    taps: addresses of the channels' oldest taps in [4, C].
+    """
     raw = tl.load(own)
     x = raw.to(tl.float32) * tl.load(taps + 3 * C).to(tl.float32)
     x += tl.load(newest, mask=has_newest, other=0.0).to(tl.float32) * tl.load(taps + 2 * C).to(tl.float32)
@@ -71,10 +75,16 @@ def _prepare(
 ):  # fmt: skip
     """Write q, k, v and gates of a row. A program computes one key head of one row, and its value heads.
 
-    num_chunks: 0 for rounds, whose rows are `path` committed ones, then `width` new ones, of each request.
+    qkv_ptr: [rows, C] before the convolution. b_ptr, a_ptr: [rows, HV] inputs of beta and of the decay. Each has its
+        row stride. weight_ptr: [4, C] taps. a_log_ptr, dt_bias_ptr: [HV] weights of the decay.
     q_ptr, k_ptr, v_ptr, gates_ptr: float32 scratch by row, written.
+    conv_ptr: [slots, 3, C], the three tokens before the committed rows.
+    pending_ptr: [slots, pending_rows, R], the new rows of rounds, written.
+    committed_ptr: [slots, path, R], accepted rows that the state lacks. count_ptr: [slots], their number.
+    slots_ptr: slot of each request or chunk. mask_ptr: [requests, width] tree masks of rounds, mask_stride apart.
     qo_ptr, starts_ptr: first row of each chunk, and position of that row; not read in rounds.
-    Other arguments: `aerie.kernels.delta_rule.rounds_triton._delta_round`.
+    num_chunks: 0 for rounds, whose rows are `path` committed ones, then `width` new ones, of each request.
+    HK, HV, DK, DV: heads and dimensions of keys and values. R: numbers of a row.
     """
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV
@@ -165,7 +175,11 @@ def _prepare(
 @triton.jit
 def _load_row(row, h, e, q_ptr, k_ptr, v_ptr, gates_ptr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr,
               DV: tl.constexpr):  # fmt: skip
-    """Return q, k [DK], some of v [PART], decay and beta of a prepared row."""
+    """Return q, k [DK], some of v [PART], decay and beta of a prepared row.
+
+    row, h, e: the row, value head, and [PART] columns of v.
+    q_ptr, k_ptr, v_ptr, gates_ptr, HK, HV, DV: as in `_prepare`.
+    """
     d, at = tl.arange(0, DK), row.to(tl.int64) * HV + h
     of_key = (row.to(tl.int64) * HK + h // (HV // HK)) * DK + d
     v = tl.load(v_ptr + at * DV + e).to(tl.float32)
@@ -176,22 +190,27 @@ def _load_row(row, h, e, q_ptr, k_ptr, v_ptr, gates_ptr, HK: tl.constexpr, HV: t
 @triton.jit(
     **_one_kernel(
         "num_chunks width path mask_stride qkv_stride",
-        "qkv_ptr slots_ptr mask_ptr prefix_ptr qo_ptr starts_ptr at_ptr entry_ptr",
+        "qkv_ptr slots_ptr mask_ptr prefix_ptr qo_ptr starts_ptr snapshot_at_ptr snapshot_entry_ptr",
     )
 )
 def _walk(
     qkv_ptr, q_ptr, k_ptr, v_ptr, gates_ptr, o_ptr,
     state_ptr, conv_ptr, committed_ptr, saved_state_ptr, saved_conv_ptr, count_ptr,
-    slots_ptr, mask_ptr, prefix_ptr, qo_ptr, starts_ptr, at_ptr, entry_ptr,
+    slots_ptr, mask_ptr, prefix_ptr, qo_ptr, starts_ptr, snapshot_at_ptr, snapshot_entry_ptr,
     num_chunks, width, path, mask_stride, qkv_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr, R: tl.constexpr,
 ):  # fmt: skip
     """Run the recurrence along one sequence in PART columns of a value head's state.
 
+    qkv_ptr: [rows, C] before the convolution, qkv_stride between rows.
     q_ptr, k_ptr, v_ptr, gates_ptr: from `_prepare`.
     o_ptr: [rows, HV, DV] float32 scratch, written: outputs before the norm.
-    num_chunks, path, width, qo_ptr, starts_ptr: as in `_prepare`.
-    Other arguments: `aerie.kernels.delta_rule.rounds_triton._delta_round`.
+    state_ptr: [slots, HV, DK, DV] float32, written: after the committed rows, or after the chunk.
+    conv_ptr, committed_ptr, count_ptr, slots_ptr, mask_ptr, mask_stride: as in `_prepare`.
+    prefix_ptr: [requests] tokens before the new rows; not read for chunks.
+    snapshot_at_ptr, snapshot_entry_ptr: by slot or chunk, position at which the state is saved, and its index in
+        saved_state_ptr [.., HV, DK, DV] and saved_conv_ptr [.., 3, C].
+    num_chunks, path, width, qo_ptr, starts_ptr, HK, HV, DK, DV, R: as in `_prepare`.
     """
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV
@@ -205,13 +224,14 @@ def _walk(
         base = tl.load(qo_ptr + sequence)
         num_new, first_row = tl.load(qo_ptr + sequence + 1) - base, base
         start = tl.load(starts_ptr + sequence)
-        entry, snapshot = tl.load(entry_ptr + sequence), tl.load(at_ptr + sequence) - start
+        entry, snapshot = tl.load(snapshot_entry_ptr + sequence), tl.load(snapshot_at_ptr + sequence) - start
         snapshot = tl.where(snapshot <= num_new, tl.maximum(snapshot, -1), -1)
         snapshot = tl.where(snapshot == 0, -1, snapshot)
     else:
         count, start = tl.load(count_ptr + slot), sequence * 0 + 1
         base, num_new, first_row = sequence * width, sequence * 0 + width, sequence * (path + width)
-        entry, snapshot = tl.load(entry_ptr + slot), tl.load(at_ptr + slot) - (tl.load(prefix_ptr + sequence) - count)
+        entry = tl.load(snapshot_entry_ptr + slot)
+        snapshot = tl.load(snapshot_at_ptr + slot) - (tl.load(prefix_ptr + sequence) - count)
         snapshot = tl.where((snapshot >= 0) & (snapshot <= count), snapshot, -1)
     if num_new > 0:
         d, e = tl.arange(0, DK), part * PART + tl.arange(0, PART)
@@ -298,8 +318,15 @@ def _finish(
     num_chunks, num_rows, z_stride, out_stride, scale_eps,
     HV: tl.constexpr, DV: tl.constexpr, ROWS: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """Write the gated norm of the outputs o_ptr. A program computes one value head of ROWS rows, and writes zeros to
-    padding rows of chunks. Arguments: `_walk`, and `aerie.kernels.delta_rule.rounds_triton._delta_round`."""
+    """Write the gated norm of the outputs. A program computes one value head of ROWS rows, and writes zeros to padding
+    rows of chunks.
+
+    o_ptr: [num_rows, HV, DV] float32, from `_walk`.
+    z_ptr: [num_rows, HV * DV] inputs of the gate, z_stride between rows.
+    out_ptr: [num_rows, HV * DV], written, out_stride between rows.
+    norm_ptr, scale_eps: [DV] weights and epsilon of the norm. SIGMOID: the gate is a sigmoid; else SiLU.
+    qo_ptr: [chunks + 1], whose last entry is the end of rows in use; not read in rounds, where num_chunks is 0.
+    """
     h, row = tl.program_id(0), tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     used = num_rows
     if num_chunks > 0:

@@ -78,7 +78,13 @@ def row_system(q, k, g, beta, sees, above, ROWS: tl.constexpr, USED: tl.constexp
 @triton.jit
 def outputs(q, k, v, state, inverse, scores, of_state, beta, k_scale):
     """Return the rows' outputs [n, columns] of some columns of the state, but for the scale of q, and what the rows add
-    to these columns [n, columns], but for the decay until the tile's end."""
+    to these columns [n, columns], but for the decay until the tile's end.
+
+    q, k, v: [n, DK], [n, DK], [n, columns].
+    state: [DK, columns] before the tile.
+    scores, inverse: [n, n], of_state: [n, 1], k_scale: [n], from `row_system`.
+    beta: [n] write strengths.
+    """
     of_k, of_q = product_with_rows(k, q, state)
     wanted = beta[:, None] * (v.to(tl.float32) - of_state * k_scale[:, None] * of_k)
     added = dot(inverse, wanted)
@@ -94,6 +100,8 @@ def gated_norm(o, z_ptr, norm_ptr, out_ptr, row, z_stride, out_stride, h, writes
     norm_ptr: [DV] weights of the norm.
     row, writes: [rows] row of each output in z and out, and whether it is stored.
     h: the head.
+    scale_eps: epsilon of the norm.
+    SIGMOID: the gate is a sigmoid; else SiLU.
     """
     column = tl.arange(0, DV)
     at = h * DV + column[None, :]
@@ -107,7 +115,7 @@ def gated_norm(o, z_ptr, norm_ptr, out_ptr, row, z_stride, out_stride, h, writes
 def _delta_round(
     qkv_ptr, z_ptr, b_ptr, a_ptr, out_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr,
     state_ptr, conv_ptr, pending_ptr, committed_ptr, saved_state_ptr, saved_conv_ptr, count_ptr,
-    slots_ptr, prefix_ptr, mask_ptr, at_ptr, entry_ptr, mask_stride,
+    slots_ptr, prefix_ptr, mask_ptr, snapshot_at_ptr, snapshot_entry_ptr, mask_stride,
     qkv_stride, z_stride, b_stride, a_stride, out_stride, scale_eps,
     WIDTH: tl.constexpr, ROWS: tl.constexpr, PENDING: tl.constexpr, PATH: tl.constexpr, HK: tl.constexpr,
     HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr, R: tl.constexpr, SIGMOID: tl.constexpr,
@@ -117,7 +125,8 @@ def _delta_round(
 
     A row is q and k of HK heads, v of HV heads (C numbers together), then b and a of HV heads.
     qkv_ptr: [requests * WIDTH, C], the new rows' inputs of the convolution. z_ptr: [.., HV * DV], of the output gate.
-        b_ptr, a_ptr: [.., HV], of the gates beta and decay. out_ptr: [.., HV * DV], written. Each has its row stride.
+        b_ptr, a_ptr: [.., HV], of the gates beta and decay. out_ptr: [.., HV * DV], written.
+    qkv_stride, z_stride, b_stride, a_stride, out_stride: numbers between rows.
     weight_ptr: weights of the convolution. a_log_ptr, dt_bias_ptr: [HV], of the decay. norm_ptr: [DV].
     state_ptr: [slots, HV, DK, DV] float32, written.
     conv_ptr: [slots, 3, C], the last three tokens before the committed rows.
@@ -126,13 +135,15 @@ def _delta_round(
     scale_eps: epsilon of the norm.
     pending_ptr: [slots, PENDING, R]: rows of the newest round.
     committed_ptr: [slots, PATH, R]: rows to replay, of which a slot has count_ptr.
-    at_ptr, entry_ptr: position of a slot's snapshot, and its entry in saved_state_ptr and saved_conv_ptr.
+    snapshot_at_ptr: [slots] position at which a slot's state is saved.
+    snapshot_entry_ptr: [slots] its index in saved_state_ptr and saved_conv_ptr.
     WIDTH: new rows of a request.
     ROWS: rows of the tile.
     R: numbers of a row.
     HK, HV, DK, DV: heads and numbers of keys and values.
     PART: columns of the state at a time.
     SIGMOID: the gate of the output is a sigmoid; else SiLU.
+    PDL: launch before the previous kernel ends, see `aerie.kernels.pdl`.
     """
     KEYS: tl.constexpr = HK * DK
     USED: tl.constexpr = PATH + WIDTH
@@ -156,9 +167,10 @@ def _delta_round(
     sees = live[:, None] & ((c <= r[:, None]) & (c < count) | among_new)
     above = sees & (c < r[:, None])
     newest, older, oldest = three_before(above, c)
-    passed = tl.load(at_ptr + slot) - (tl.load(prefix_ptr + request) - count)
-    due = (passed >= 0) & (passed <= count)
-    entry = tl.load(entry_ptr + slot)
+    # committed rows before the snapshot
+    snapshot = tl.load(snapshot_at_ptr + slot) - (tl.load(prefix_ptr + request) - count)
+    saves = (snapshot >= 0) & (snapshot <= count)
+    entry = tl.load(snapshot_entry_ptr + slot)
     a_log, dt_bias = tl.load(a_log_ptr + h).to(tl.float32), tl.load(dt_bias_ptr + h).to(tl.float32)
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -195,19 +207,19 @@ def _delta_round(
         state = tl.load(own_state_ptr + of_part + part * PART)
         of_q, added = outputs(q, k, v, state, inverse, scores, of_state, beta, k_scale)
         o = tl.where(tl.arange(0, PARTS)[None, :, None] == part, of_q[:, None, :], o)
-        if due:
-            until = tl.sum(tl.where(r < passed, g, 0.0), 0)
-            some = tl.where(r < passed, tl.exp(until - decay) * k_scale, 0.0)[:, None]
+        if saves:
+            until = tl.sum(tl.where(r < snapshot, g, 0.0), 0)
+            some = tl.where(r < snapshot, tl.exp(until - decay) * k_scale, 0.0)[:, None]
             kept = tl.exp(until) * state + exact_product(keys, some * added)
             tl.store(saved_state_ptr + entry * (HV * DK * DV) + of_part + part * PART, kept)
-            keep_history(saved_conv_ptr + entry * (3 * C), passed, v_column, conv_ptr_of_slot, committed_ptr, C, R)
+            keep_history(saved_conv_ptr + entry * (3 * C), snapshot, v_column, conv_ptr_of_slot, committed_ptr, C, R)
         if count > 0:
             state = tl.exp(all_decay) * state + exact_product(keys, adds * added)
             tl.store(own_state_ptr + of_part + part * PART, state)
-    if due & (h == key_head * (HV // HK)):
+    if saves & (h == key_head * (HV // HK)):
         for i in tl.static_range(2):
             column = i * KEYS + key_head * DK + d
-            keep_history(saved_conv_ptr + entry * (3 * C), passed, column, conv_ptr_of_slot, committed_ptr, C, R)
+            keep_history(saved_conv_ptr + entry * (3 * C), snapshot, column, conv_ptr_of_slot, committed_ptr, C, R)
 
     # 4. The gated norm.
     o = tl.reshape(o, (ROWS, DV)) * norm_factors(q)[:, None] * DK**-0.5
@@ -262,11 +274,15 @@ def _commit_rows(
     R: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Move one layer's accepted rows of a request from the pending to the committed rows. The last three tokens before
-    them become the convolution's history.
+    them become the convolution's history. A program moves BLOCK numbers of each row.
 
+    conv_ptr, pending_ptr, committed_ptr: [layers, slots, 3, C], [.., PENDING, R] and [.., PATH, R], see `DeltaState`.
+    conv_stride, pending_stride, committed_stride: numbers between layers.
     count_ptr: by slot, earlier committed rows, which the state includes by now.
-    counts_ptr: [requests], new ones.
-    path_ptr: [requests, DEPTH], indices of the accepted rows.
+    slots_ptr, counts_ptr: [requests] slot, and number of accepted rows. padding_slot: skipped.
+    path_ptr: [requests, DEPTH], indices of the accepted rows, path_stride between requests.
+    DEPTH_PADDED: DEPTH, padded.
+    C, R: channels of a token, and numbers of a row.
     """
     block, layer, request = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     slot = tl.load(slots_ptr + request)
@@ -295,6 +311,7 @@ def _commit_rows(
 
 @triton.jit(do_not_specialize=["batch"])
 def _set_counts(count_ptr, slots_ptr, counts_ptr, batch, padding_slot, BLOCK: tl.constexpr):
+    """Store counts_ptr [batch], the numbers of accepted rows, to count_ptr by slot, except in padding_slot."""
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots_ptr + request, mask=request < batch, other=padding_slot)
     counts = tl.load(counts_ptr + request, mask=request < batch, other=0)

@@ -48,7 +48,15 @@ def _replayed(
     state, first, end, h, k_column, v_column, a_log, dt_bias, conv_ptr, committed_ptr, weight_ptr,
     C: tl.constexpr, R: tl.constexpr, HV: tl.constexpr,
 ):  # fmt: skip
-    """Return the state after committed rows first .. end - 1, by the recurrence."""
+    """Return the state [DK, DV] of value head h after committed rows first .. end - 1, by the recurrence.
+
+    state: [DK, DV] before row `first`.
+    k_column, v_column: [DK], [DV] indices of the head's channels in a row.
+    a_log, dt_bias: the head's weights of the decay.
+    conv_ptr: [3, C], the slot's last three tokens before the committed rows.
+    committed_ptr: [rows, R], the slot's committed rows.
+    weight_ptr: [4, C] taps of the convolution, the oldest first.
+    """
     for j in range(first, end):
         oldest, older = before(j, conv_ptr, committed_ptr, C, R), before(j + 1, conv_ptr, committed_ptr, C, R)
         newest, own = before(j + 2, conv_ptr, committed_ptr, C, R), committed_ptr + j * R
@@ -69,39 +77,47 @@ def _replayed(
 @triton.jit
 def _advanced(
     slot, count, h, request, state_ptr, conv_ptr, committed_ptr, saved_state_ptr, saved_conv_ptr, weight_ptr,
-    a_log, dt_bias, prefix_ptr, at_ptr, entry_ptr,
+    a_log, dt_bias, prefix_ptr, snapshot_at_ptr, snapshot_entry_ptr,
     KEYS: tl.constexpr, C: tl.constexpr, R: tl.constexpr, PATH: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr,
     DK: tl.constexpr, DV: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Return the state [DK, DV] of a slot's head after its committed rows. After the PDL wait, write it, and a snapshot
-    if one is due."""
+    """Return the state [DK, DV] of a slot's value head h after its committed rows. After the PDL wait, write it, and a
+    snapshot if one is due.
+
+    count: committed rows of the slot.
+    state_ptr, conv_ptr, committed_ptr: states and rows of all slots, as in `_delta_step`; so are the next arguments.
+    a_log, dt_bias: the head's weights of the decay.
+    KEYS, C: channels of all keys, and of a token.
+    EARLY: launched early: wait before the first write.
+    """
     d, f = tl.arange(0, DK), tl.arange(0, DV)
     place = (h * DK + d)[:, None] * DV + f[None, :]
     own_state_ptr = state_ptr + slot * (HV * DK * DV)
     state = tl.load(own_state_ptr + place)
-    passed = tl.load(at_ptr + slot) - (tl.load(prefix_ptr + request) - count)
-    due = (passed >= 0) & (passed <= count)
+    # committed rows before the snapshot
+    snapshot = tl.load(snapshot_at_ptr + slot) - (tl.load(prefix_ptr + request) - count)
+    saves = (snapshot >= 0) & (snapshot <= count)
     key_head = h // (HV // HK)
     q_column, k_column, v_column = key_head * DK + d, KEYS + key_head * DK + d, 2 * KEYS + h * DV + f
     history_ptr, committed_ptr = conv_ptr + slot * (3 * C), committed_ptr + slot * (PATH * R)
-    border = tl.where(due, passed, count)
+    border = tl.where(saves, snapshot, count)
     state = _replayed(
         state, 0, border, h, k_column, v_column, a_log, dt_bias, history_ptr, committed_ptr, weight_ptr, C, R, HV
     )
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    if due:
-        entry = tl.load(entry_ptr + slot)
+    if saves:
+        entry = tl.load(snapshot_entry_ptr + slot)
         tl.store(saved_state_ptr + entry * (HV * DK * DV) + place, state)
         for i in tl.static_range(3):
-            source = before(passed + i, history_ptr, committed_ptr, C, R)
+            source = before(snapshot + i, history_ptr, committed_ptr, C, R)
             target = saved_conv_ptr + entry * (3 * C) + i * C
             tl.store(target + v_column, tl.load(source + v_column))
             if h == key_head * (HV // HK):
                 tl.store(target + q_column, tl.load(source + q_column))
                 tl.store(target + k_column, tl.load(source + k_column))
         state = _replayed(
-            state, passed, count, h, k_column, v_column, a_log, dt_bias, history_ptr, committed_ptr, weight_ptr,
+            state, snapshot, count, h, k_column, v_column, a_log, dt_bias, history_ptr, committed_ptr, weight_ptr,
             C, R, HV,
         )  # fmt: skip
     if count > 0:
@@ -113,14 +129,30 @@ def _advanced(
 def _delta_step(
     qkv_ptr, z_ptr, b_ptr, a_ptr, out_ptr, weight_ptr, a_log_ptr, dt_bias_ptr, norm_ptr,
     state_ptr, conv_ptr, pending_ptr, committed_ptr, saved_state_ptr, saved_conv_ptr, count_ptr,
-    slots_ptr, prefix_ptr, at_ptr, entry_ptr,
+    slots_ptr, prefix_ptr, snapshot_at_ptr, snapshot_entry_ptr,
     qkv_stride, z_stride, b_stride, a_stride, out_stride, scale_eps,
     PENDING: tl.constexpr, PATH: tl.constexpr, HK: tl.constexpr,
     HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, R: tl.constexpr, SIGMOID: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """Compute one value head of one request with one new row. Arguments are those of
-    `aerie.kernels.delta_rule.rounds_triton._delta_round`.
+    """Compute one value head of one request with one new row.
+
+    qkv_ptr: [requests, C], the new rows' q, k and v before the convolution; qkv_stride between rows.
+    z_ptr: [requests, HV * DV], inputs of the output gate, z_stride between rows.
+    b_ptr, a_ptr: [requests, HV], inputs of beta and of the decay, b_stride and a_stride between rows.
+    out_ptr: [requests, HV * DV], written, out_stride between rows.
+    weight_ptr: [4, C] taps of the convolution. a_log_ptr, dt_bias_ptr: [HV], of the decay. norm_ptr: [DV].
+    state_ptr: [slots, HV, DK, DV] float32 before the committed rows; written: after them.
+    conv_ptr: [slots, 3, C], the three tokens before the committed rows.
+    committed_ptr: [slots, PATH, R], accepted rows that the state lacks. count_ptr: [slots], their number.
+    pending_ptr: [slots, PENDING, R], the new row is written to the first.
+    slots_ptr, prefix_ptr: [requests] slot, and tokens before the new row.
+    snapshot_at_ptr, snapshot_entry_ptr: [slots] position at which a slot's state is saved, and its index in
+        saved_state_ptr [.., HV, DK, DV] and saved_conv_ptr [.., 3, C].
+    scale_eps: epsilon of the norm.
+    HK, HV, DK, DV: heads and dimensions of keys and values. R: numbers of a row.
+    SIGMOID: the output gate is a sigmoid; else SiLU.
+    PDL: launch before the previous kernel ends, see `aerie.kernels.pdl`.
     """
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV
@@ -132,7 +164,7 @@ def _delta_step(
     a_log, dt_bias = tl.load(a_log_ptr + h).to(tl.float32), tl.load(dt_bias_ptr + h).to(tl.float32)
     state = _advanced(
         slot, count, h, request, state_ptr, conv_ptr, committed_ptr, saved_state_ptr, saved_conv_ptr, weight_ptr,
-        a_log, dt_bias, prefix_ptr, at_ptr, entry_ptr, KEYS, C, R, PATH, HK, HV, DK, DV, PDL,
+        a_log, dt_bias, prefix_ptr, snapshot_at_ptr, snapshot_entry_ptr, KEYS, C, R, PATH, HK, HV, DK, DV, PDL,
     )  # fmt: skip
 
     key_head = h // (HV // HK)

@@ -36,7 +36,11 @@ REPLAY_PART, REPLAY_WARPS = 64, 4
 
 @triton.jit
 def _convolved(oldest, older, newest, own, taps, C: tl.constexpr):
-    """Return a token's convolved channels, rounded to the rows' dtype, in float32. taps: the first tap's address."""
+    """Return a token's convolved channels, rounded to the rows' dtype, in float32.
+
+    oldest, older, newest, own: channels of the three tokens before the token, and its own.
+    taps: address of the channels' first tap in [4, C].
+    """
     x = own.to(tl.float32) * tl.load(taps + 3 * C).to(tl.float32)
     x += newest.to(tl.float32) * tl.load(taps + 2 * C).to(tl.float32)
     x += older.to(tl.float32) * tl.load(taps + C).to(tl.float32)
@@ -48,7 +52,7 @@ def _convolved(oldest, older, newest, own, taps, C: tl.constexpr):
 def _replay(
     addresses_ptr, weight_ptr, a_log_ptr, dt_bias_ptr,
     state_ptr, conv_ptr, committed_ptr, saved_state_ptr, saved_conv_ptr, count_ptr,
-    slots_ptr, prefix_ptr, at_ptr, entry_ptr,
+    slots_ptr, prefix_ptr, snapshot_at_ptr, snapshot_entry_ptr,
     state_stride, conv_stride, committed_stride, saved_state_stride, saved_conv_stride,
     PATH: tl.constexpr, HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, PART: tl.constexpr,
     R: tl.constexpr,
@@ -56,7 +60,15 @@ def _replay(
     """Replay one request's committed rows in PART columns of a value head's state, by the recurrence.
 
     addresses_ptr: `AllWeights.addresses`, or None if the next three are of the only layer.
-    state_stride and others: from a layer to the next one.
+    weight_ptr, a_log_ptr, dt_bias_ptr: [4, C] taps of the convolution, and [HV] weights of the decay.
+    state_ptr: [layers, slots, HV, DK, DV] float32 before the committed rows; written: after them.
+    conv_ptr: [layers, slots, 3, C], the three tokens before the committed rows.
+    committed_ptr: [layers, slots, PATH, R], rows to replay. count_ptr: [slots], their number.
+    slots_ptr, prefix_ptr: [requests] slot, and tokens before the new rows.
+    snapshot_at_ptr, snapshot_entry_ptr: [slots] position at which a slot's state is saved, and its index in
+        saved_state_ptr [layers, .., HV, DK, DV] and saved_conv_ptr [layers, .., 3, C].
+    state_stride, conv_stride, committed_stride, saved_state_stride, saved_conv_stride: from a layer to the next one.
+    HK, HV, DK, DV: heads and dimensions of keys and values. R: numbers of a row.
     """
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV
@@ -65,15 +77,16 @@ def _replay(
     layer, request = tl.program_id(1).to(tl.int64), tl.program_id(2)
     slot = tl.load(slots_ptr + request)
     count = tl.load(count_ptr + slot)
-    passed = tl.load(at_ptr + slot) - (tl.load(prefix_ptr + request) - count)
-    due = (passed >= 0) & (passed <= count)
+    # committed rows before the snapshot
+    snapshot = tl.load(snapshot_at_ptr + slot) - (tl.load(prefix_ptr + request) - count)
+    saves = (snapshot >= 0) & (snapshot <= count)
     if addresses_ptr is not None:
         addresses = addresses_ptr + layer * 3
         weight_ptr = tl.load(addresses).to(tl.pointer_type(conv_ptr.dtype.element_ty))
         a_log_ptr = tl.load(addresses + 1).to(tl.pointer_type(tl.float32))
         dt_bias_ptr = tl.load(addresses + 2).to(tl.pointer_type(tl.float32))
-    if (count > 0) | due:
-        entry = tl.load(entry_ptr + slot)
+    if (count > 0) | saves:
+        entry = tl.load(snapshot_entry_ptr + slot)
         d, e = tl.arange(0, DK), part * PART + tl.arange(0, PART)
         key_head = h // (HV // HK)
         k_column, v_column = KEYS + key_head * DK + d, 2 * KEYS + h * DV + e
@@ -93,7 +106,7 @@ def _replay(
         b_next = tl.load(next_ptr + C + h, mask=there, other=0.0)
         a_next = tl.load(next_ptr + C + HV + h, mask=there, other=0.0)
         for i in range(count):
-            if i == passed:
+            if i == snapshot:
                 tl.store(saved_state_ptr + of_part, state)
             k_own, v_own, b, a = k_next, v_next, b_next, a_next
             next_ptr += R
@@ -112,14 +125,14 @@ def _replay(
             v_oldest, v_older, v_newest = v_older, v_newest, v_own
         if count > 0:
             tl.store(state_ptr + of_part, state)
-        if due:
-            if passed == count:
+        if saves:
+            if snapshot == count:
                 tl.store(saved_state_ptr + of_part, state)
             target_ptr = saved_conv_ptr + layer * saved_conv_stride + entry * (3 * C)
-            keep_history(target_ptr, passed, v_column, conv_ptr, committed_ptr, C, R)
+            keep_history(target_ptr, snapshot, v_column, conv_ptr, committed_ptr, C, R)
             if (part == 0) & (h == key_head * (HV // HK)):  # one program per key head
-                keep_history(target_ptr, passed, key_head * DK + d, conv_ptr, committed_ptr, C, R)
-                keep_history(target_ptr, passed, k_column, conv_ptr, committed_ptr, C, R)
+                keep_history(target_ptr, snapshot, key_head * DK + d, conv_ptr, committed_ptr, C, R)
+                keep_history(target_ptr, snapshot, k_column, conv_ptr, committed_ptr, C, R)
 
 
 @triton.jit(do_not_specialize=["mask_stride"])
@@ -132,10 +145,24 @@ def _delta_wide(
     SIGMOID: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Compute the new rows of one request in DV // SPLITS columns of a value head, PART at a time. The state includes
-    the committed rows; launched early, a kernel before the pass wrote it. Other arguments: `_delta_round`.
+    the committed rows; launched early, a kernel before the pass wrote it.
 
+    qkv_ptr: [requests * WIDTH, C], the new rows' q, k and v before the convolution.
+    z_ptr: [.., HV * DV], inputs of the output gate. b_ptr, a_ptr: [.., HV], inputs of beta and of the decay.
+    out_ptr: [.., HV * DV], written. qkv_stride, z_stride, b_stride, a_stride, out_stride: between rows.
+    weight_ptr: [4, C] taps of the convolution. a_log_ptr, dt_bias_ptr: [HV], of the decay. norm_ptr: [DV].
+    state_ptr: [slots, HV, DK, DV] float32, after the committed rows.
+    conv_ptr, committed_ptr: [slots, 3, C], [slots, PATH, R], tokens before the new rows, of which `count_ptr` [slots]
+        are committed rows.
+    pending_ptr: [slots, PENDING, R], the new rows, written.
+    slots_ptr, mask_ptr: [requests] slot; [requests, WIDTH] tree masks, mask_stride between requests.
     o_ptr: [B, HV, WIDTH, DV] float32 scratch.
     tickets_ptr: `DeltaState.tickets`. Both None if SPLITS is 1.
+    scale_eps: epsilon of the norm.
+    ROWS: rows of the tile, at least WIDTH.
+    HK, HV, DK, DV: heads and dimensions of keys and values. R: numbers of a row.
+    SIGMOID: the output gate is a sigmoid; else SiLU.
+    PDL: launch before the previous kernel ends, see `aerie.kernels.pdl`.
     """
     KEYS: tl.constexpr = HK * DK
     C: tl.constexpr = 2 * KEYS + HV * DV

@@ -88,7 +88,14 @@ def _scan(
     BLOCK: tl.constexpr,
     PROGRAMS: tl.constexpr,
 ):
-    """Store the best of this program's positions: the match's length, then where it ends."""
+    """Store the best of this program's positions: the match's length << 32 | the position where it ends; 0 for none.
+
+    history_ptr: [slots, history_stride] int32 tokens of each slot.
+    slot_ptr: [requests] slot. seq_len_ptr: [slots] position of the newest token.
+    best_ptr: [requests, PROGRAMS] int64, written.
+    LONGEST: tokens compared at most.
+    BLOCK: positions compared at once.
+    """
     b, program = tl.program_id(0), tl.program_id(1)
     slot = tl.load(slot_ptr + b)
     last = tl.load(seq_len_ptr + slot)
@@ -123,7 +130,15 @@ def _propose(
     EMPTY: tl.constexpr,
 ):
     """Write the K tokens after the best match in a request's history, repeated if the history ends before; EMPTY
-    without a match of at least `shortest` tokens."""
+    without a match of at least `shortest` tokens.
+
+    history_ptr: [slots, history_stride] int32 tokens of each slot.
+    slot_ptr: [requests] slot. seq_len_ptr: [slots] position of the newest token.
+    best_ptr: [requests, PROGRAMS] int64, from `_scan`.
+    chain_ptr: [slots, K] int64 tokens, written.
+    length_ptr: [requests] int64 length of the match, written; 0 without one.
+    K_PADDED: K, padded.
+    """
     b = tl.program_id(0)
     slot = tl.load(slot_ptr + b)
     last = tl.load(seq_len_ptr + slot).to(tl.int64)

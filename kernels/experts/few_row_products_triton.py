@@ -145,7 +145,7 @@ def _factor_and_scale(
     return factor, tl.load(w_scales_ptr + scale_index)
 
 
-@triton.jit(do_not_specialize=["rows", "most"])
+@triton.jit(do_not_specialize=["rows", "max_used"])
 def down_of_few_rows(
     hidden_desc,
     w_desc,
@@ -157,7 +157,7 @@ def down_of_few_rows(
     part_ptr,
     ticket_ptr,
     rows,
-    most,
+    max_used,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -174,7 +174,7 @@ def down_of_few_rows(
 
     hidden_desc: [used experts * BLOCK_M, WIDTH] from `gate_up_of_few_rows`.
     factor_ptr, w_scales_ptr: in FP8, factors of rows (scales and routing weights), and scales of the weights.
-    used_ptr, num_used_ptr: the used experts and their number; most: the array's size.
+    used_ptr, num_used_ptr: the used experts and their number; max_used: the array's size.
     part_ptr, ticket_ptr: sums and counters of the splits.
     """
     steps: tl.constexpr = WIDTH // STEP
@@ -183,7 +183,7 @@ def down_of_few_rows(
     n, m = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
-    first_expert = tl.maximum(tl.load(used_ptr + split, mask=split < most, other=0), 0)
+    first_expert = tl.maximum(tl.load(used_ptr + split, mask=split < max_used, other=0), 0)
     mine = (tl.load(num_used_ptr) - split + SPLITS - 1) // SPLITS
     w_ahead = w_desc.load([first_expert * SIZE + block * BLOCK_N, 0])
     if PDL:
@@ -192,14 +192,14 @@ def down_of_few_rows(
     # Experts and scales are read one step ahead, so that weight tiles are already in flight.
     last = tl.maximum(mine * steps - 1, 0)
     tile = split + tl.minimum(1, last) // steps * SPLITS
-    expert = tl.maximum(tl.load(used_ptr + tile, mask=tile < most, other=0), 0)
+    expert = tl.maximum(tl.load(used_ptr + tile, mask=tile < max_used, other=0), 0)
     factor, scale, factor_ahead, scale_ahead = 0.0, 0.0, 0.0, 0.0
     if IN_FP8:
-        first = tl.where(split < most, split, 0)
+        first = tl.where(split < max_used, split, 0)
         factor_ahead, scale_ahead = _factor_and_scale(
             factor_ptr, w_scales_ptr, first_expert, first, 0, n, m, steps, groups, SIZE, BLOCK_M, STEP, BY_GROUP
         )
-        tile = tl.where(tile < most, tile, 0)
+        tile = tl.where(tile < max_used, tile, 0)
         factor, scale = _factor_and_scale(
             factor_ptr, w_scales_ptr, expert, tile, 1 % steps, n, m, steps, groups, SIZE, BLOCK_M, STEP, BY_GROUP
         )

@@ -67,12 +67,12 @@ def inner_rows(
     assert rows <= tiles.block_m and values.shape == (rows, weights.size) and values.dtype == weights.gate_up.dtype
     assert x_scales is None or x_scales.is_contiguous()
     size, width, step, block_m, gate_up = weights.size, weights.width, weights.step, tiles.block_m, tiles.gate_up
-    most, blocks, device = routed.used.shape[0], width // gate_up.block_n, values.device
-    hidden = torch.empty((most * block_m, width), dtype=values.dtype, device=device)
+    max_used, blocks, device = routed.used.shape[0], width // gate_up.block_n, values.device
+    hidden = torch.empty((max_used * block_m, width), dtype=values.dtype, device=device)
     has_factors = weights.in_fp8 or pairs is not None  # the kernels that take pairs have the argument in all types
-    factors = torch.empty((most, blocks, block_m), dtype=torch.float32, device=device) if has_factors else None
+    factors = torch.empty((max_used, blocks, block_m), dtype=torch.float32, device=device) if has_factors else None
     part, tickets = (None, None) if workspace is None else (workspace.part, workspace.tickets)
-    gate_up_of_few_rows[(blocks * gate_up.splits, most)](
+    gate_up_of_few_rows[(blocks * gate_up.splits, max_used)](
         TensorDescriptor.from_tensor(values, [block_m, step]),
         TensorDescriptor.from_tensor(weights.gate_up.flatten(0, 1), [gate_up.block_n, step]),
         x_scales,
@@ -115,7 +115,7 @@ def down_projected(
 ) -> Tensor:
     """Write the weighted sum of the down projections to out [rows, size]."""
     assert routed.used is not None and routed.num_used is not None and out.is_contiguous()
-    rows, most, down, matrix = routed.chosen.shape[0], routed.used.shape[0], tiles.down, weights.down.flatten(0, 1)
+    rows, max_used, down, matrix = routed.chosen.shape[0], routed.used.shape[0], tiles.down, weights.down.flatten(0, 1)
     assert out.shape == (rows, weights.size)
     grid = (weights.size // down.block_n, down.splits)
     tensors = (inner.factors, weights.down_scales, out, routed.used, routed.num_used, workspace.part, workspace.tickets)
@@ -133,7 +133,7 @@ def down_projected(
         **pdl_wait(out.device),
     }
     if down.ahead:
-        assert rows == 1 and most == down.splits and (tiles.gate_up.block_n == 128 or not weights.in_fp8)
+        assert rows == 1 and max_used == down.splits and (tiles.gate_up.block_n == 128 or not weights.in_fp8)
         map_of_weights = TensorDescriptor.from_tensor(matrix, [down.block_n, weights.width])
         down_of_one_row[grid](map_of_weights, inner.values, *tensors, **constants)
         return out
@@ -143,7 +143,7 @@ def down_projected(
         TensorDescriptor.from_tensor(matrix, [down.block_n, step]),
         *tensors,
         rows,
-        most,
+        max_used,
         STEP=step,
         **constants,
     )

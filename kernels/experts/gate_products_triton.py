@@ -39,7 +39,14 @@ def add_gates(
     INTERPRETED: tl.constexpr,
 ):
     """Add the products of one of STEPS steps to gate and up [outputs, rows]. Return them and the scales of the next
-    step, which BY_GROUP loads one step ahead; row scales only where `live`."""
+    step, which BY_GROUP loads one step ahead; row scales only where `live`.
+
+    x_scale, gate_scale, up_scale: [rows], [outputs], [outputs] scales of this step.
+    inputs: [rows, columns] of this step, from `column` on.
+    w_desc: tensor map of the weights; gate_row: the gate's first row; up's is WIDTH rows below.
+    x_scales, gate_scales, up_scales: addresses of the first scales; group_step: between x's scales.
+    IN_FP8: inputs and weights are FP8.
+    """
     gate_weights = w_desc.load([gate_row, column])
     up_weights = w_desc.load([gate_row + WIDTH, column])
     if IN_FP8:
@@ -75,7 +82,12 @@ def times_channels(gate, up, x_scale, scales, WIDTH: tl.constexpr):
 
 @triton.jit
 def activated(gate, up, alpha, limit, shift, cubic, PLAIN: tl.constexpr, CLAMPED: tl.constexpr, CUBED: tl.constexpr):
-    """Return `aerie.kernels.experts.gated.GatedActivation` of gate and up. PLAIN: SwiGLU."""
+    """Return the activation of gate and up, see `aerie.kernels.experts.gated.GatedActivation`.
+
+    alpha, limit, shift, cubic: its fields.
+    PLAIN: SwiGLU, which needs no fields.
+    CLAMPED, CUBED: limit and cubic are used.
+    """
     if PLAIN:
         return gate / (1.0 + tl.exp(-gate)) * up
     if CLAMPED:

@@ -27,7 +27,7 @@ def _sums(x_ptr, residual_ptr, column, there):
     return (x + residual).to(residual_ptr.dtype.element_ty).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["most", "first_slot"])
+@triton.jit(do_not_specialize=["max_used", "first_slot"])
 def _norm_route(
     x_ptr,
     residual_ptr,
@@ -45,7 +45,7 @@ def _norm_route(
     weight_ptr,
     used_ptr,
     num_used_ptr,
-    most,
+    max_used,
     first_slot,
     eps,
     scale,
@@ -106,7 +106,7 @@ def _norm_route(
         row = tile * 0
         route_row(
             row, part_ptr, bias_ptr, expert_scale_ptr, token_slot_ptr, chosen_ptr, weight_ptr, used_ptr, num_used_ptr,
-            ticket_ptr, None, None, row + 1, most, first_slot, scale, PARTS, EXPERTS, WIDTH, GATED, 0, EXPERTS, K,
+            ticket_ptr, None, None, row + 1, max_used, first_slot, scale, PARTS, EXPERTS, WIDTH, GATED, 0, EXPERTS, K,
             SHARED, GROUPS, GROUPS_PADDED, SIZE_PADDED, BEST_GROUPS, BEST_OF_GROUP, SOFTMAX, NORMALISE, HAS_BIAS,
             SCALES_EXPERTS, HAS_LIVE, SLOTS_PADDED, True, 1, 1,
         )  # fmt: skip

@@ -25,8 +25,12 @@ def _unordered(bits):
 
 
 @triton.jit
-def _list_used(chosen, slot, used_ptr, num_used_ptr, most, slots):
-    """Write the experts of one row in ascending order."""
+def _list_used(chosen, slot, used_ptr, num_used_ptr, max_used, slots):
+    """Write the experts of one row to used_ptr [max_used] in ascending order, then -1, and their number.
+
+    chosen: [n] experts of the row's choices; negative ones are skipped.
+    slot: [n] numbers of the choices, of which `slots` exist.
+    """
     there = (slot < slots) & (chosen >= 0)
     number, other = chosen[:, None], chosen[None, :]
     twice = (number == other) & (slot[None, :] < slot[:, None]) & there[None, :]  # only with NaN logits
@@ -34,14 +38,17 @@ def _list_used(chosen, slot, used_ptr, num_used_ptr, most, slots):
     smaller = (distinct[None, :] >= 0) & (distinct[None, :] < number)
     num_used = tl.sum((distinct >= 0).to(tl.int32), 0)
     tl.store(used_ptr + tl.sum(smaller.to(tl.int32), 1), chosen, mask=distinct >= 0)
-    tl.store(used_ptr + slot, -1, mask=(slot >= num_used) & (slot < most))
+    tl.store(used_ptr + slot, -1, mask=(slot >= num_used) & (slot < max_used))
     tl.store(num_used_ptr, num_used)
 
 
 @triton.jit
 def _logits(first_ptr, there, step, PARTS: tl.constexpr):
-    """Return logits, minus infinity where not `there`. Partial sums are `step` apart. They are read from L2, because
-    programs of the same launch may have written them."""
+    """Return logits, minus infinity where not `there`. They are read from L2, because programs of the same launch may
+    have written them.
+
+    first_ptr: addresses of the first of PARTS partial sums, which are `step` apart.
+    """
     logits = tl.load(first_ptr, mask=there, other=float("-inf"), cache_modifier=".cg")
     for part in tl.static_range(1, PARTS):
         logits += tl.load(first_ptr + part * step.to(tl.int64), mask=there, other=0.0, cache_modifier=".cg")
@@ -63,7 +70,7 @@ def route_row(
     rank_ptr,
     count_ptr,
     rows,
-    most,
+    max_used,
     first_slot,
     scale,
     PARTS: tl.constexpr,
@@ -92,8 +99,8 @@ def route_row(
     """Choose the experts of one row; a program's threads share the work.
 
     logit_ptr: [PARTS, rows, WIDTH], parts to be added: logits of EXPERTS routed experts; GATED: then the shared one's.
-    used_ptr: [most], the numbers of used experts, then -1; written if LIST. Else rank_ptr gets each pair's rank among
-        those of its expert, and count_ptr the experts' counts.
+    used_ptr: [max_used], the numbers of used experts, then -1; written if LIST. Else rank_ptr gets each pair's rank
+        among those of its expert, and count_ptr the experts' counts.
     token_slot_ptr: HAS_LIVE: rows with a slot below first_slot are padding.
     FIRST, HELD: first and number of the routed experts on this rank.
     K, SHARED: routed and shared experts of a row; together the row's choices, padded to SLOTS_PADDED.
@@ -174,7 +181,7 @@ def route_row(
         pair, there = row * slots + slot, (slot < slots) & (chosen >= 0)
         tl.store(rank_ptr + pair, tl.atomic_add(count_ptr + chosen, 1, mask=there, sem="relaxed"), mask=there)
     if LIST and ROWS_PADDED == 1:
-        _list_used(chosen, slot, used_ptr, num_used_ptr, most, slots)
+        _list_used(chosen, slot, used_ptr, num_used_ptr, max_used, slots)
     elif LIST:
         # The program that finishes last sees all choices.
         tl.debug_barrier()
@@ -189,7 +196,7 @@ def route_row(
             is_used = ((counts > 0) & (number < HELD + SHARED)).to(tl.int32)
             num_used = tl.sum(is_used, 0)
             tl.store(used_ptr + tl.cumsum(is_used, 0) - 1, number, mask=is_used > 0)
-            tl.store(used_ptr + number, -1, mask=(number >= num_used) & (number < most))
+            tl.store(used_ptr + number, -1, mask=(number >= num_used) & (number < max_used))
             tl.store(num_used_ptr, num_used)
 
 

@@ -13,7 +13,7 @@ from aerie.kernels.pdl import pdl_wait
 from aerie.kernels.span import Span
 
 
-@triton.jit(do_not_specialize=["rows", "most", "first_slot"])
+@triton.jit(do_not_specialize=["rows", "max_used", "first_slot"])
 def _route(
     logit_ptr,
     bias_ptr,
@@ -27,7 +27,7 @@ def _route(
     rank_ptr,
     count_ptr,
     rows,
-    most,
+    max_used,
     first_slot,
     scale,
     PARTS: tl.constexpr,
@@ -60,7 +60,7 @@ def _route(
         tl.extra.cuda.gdc_wait()
     route_row(
         tl.program_id(0), logit_ptr, bias_ptr, expert_scale_ptr, token_slot_ptr, chosen_ptr, weight_ptr, used_ptr,
-        num_used_ptr, ticket_ptr, rank_ptr, count_ptr, rows, most, first_slot, scale, PARTS, EXPERTS, WIDTH, GATED,
+        num_used_ptr, ticket_ptr, rank_ptr, count_ptr, rows, max_used, first_slot, scale, PARTS, EXPERTS, WIDTH, GATED,
         FIRST, HELD, K, SHARED, GROUPS, GROUPS_PADDED, SIZE_PADDED, BEST_GROUPS, BEST_OF_GROUP, SOFTMAX, NORMALISE,
         HAS_BIAS, SCALES_EXPERTS, HAS_LIVE, SLOTS_PADDED, LIST, ROWS_PADDED, BINS,
     )  # fmt: skip
@@ -93,8 +93,8 @@ def route(
     assert live is None or (live.slots.is_contiguous() and live.slots.shape == (rows,))
     held, listed = held or Span.whole(experts), list_used and rows <= MAX_LISTED
     assert held.total == experts
-    most = min(held.size, rows * routing.experts_per_token) + num_shared
-    routed = Routed.empty(rows, routing.experts_per_token + num_shared, most if listed else 0, logits.device)
+    max_used = min(held.size, rows * routing.experts_per_token) + num_shared
+    routed = Routed.empty(rows, routing.experts_per_token + num_shared, max_used if listed else 0, logits.device)
     if not listed:
         rank, count = torch.empty_like(routed.chosen), tickets[: held.size + num_shared]
         routed = Routed(routed.chosen, routed.weight, rank=rank, count=count)
@@ -107,7 +107,7 @@ def route(
         None if live is None else live.slots,
         *(routed.chosen, routed.weight, routed.used, routed.num_used, tickets, routed.rank, routed.count),
         rows,
-        most,
+        max_used,
         0 if live is None else live.first,
         routing.scale,
         PARTS=logits.shape[0] if logits.dim() == 3 else 1,

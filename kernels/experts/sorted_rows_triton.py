@@ -78,9 +78,7 @@ def gate_up_of_sorted_rows(
     pair_ptr, expert_ptr, count_ptr, shared, stride: fields of `ExpertOrder`; count_ptr has EXPERTS counts, padded to
         BINS, which are zeroed here.
     row_step, group_step: strides of x's scales.
-    alpha, limit, shift, cubic: fields of `GatedActivation`.
-    PLAIN: SwiGLU.
-    CLAMPED, CUBED: limit and cubic are used.
+    alpha, limit, shift, cubic: fields of `GatedActivation`. PLAIN: SwiGLU. CLAMPED, CUBED: limit and cubic are used.
     SIZE, WIDTH: numbers of x, and of the activation.
     STEP: columns of x per product.
     SLOTS: experts of a row, shared ones included.
@@ -137,7 +135,8 @@ def _gates_weights_first(
 ):  # fmt: skip
     """Return gate and up [outputs, rows] of the rows at `x`, of which those `inside` are used.
 
-    x_scales: [rows] addresses of the first scales. w_scales: of the weights; without BY_GROUP, of the gate's outputs.
+    gate_row: the gate's first row in `w_desc`. x_scales: [rows] addresses of the first scales, group_step apart.
+    w_scales: of the weights; without BY_GROUP, of the gate's outputs.
     """
     gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)

@@ -24,7 +24,12 @@ def _map_decode_rows(
     ROWS: tl.constexpr,
     ROWS_PADDED: tl.constexpr,
 ):
-    """Write positions and KV slots of a request's ROWS rows."""
+    """Write positions and KV slots of a request's ROWS rows; the first is first_column tokens after the prefix.
+
+    prefix_ptr: [requests] tokens before the rows.
+    table_ptr: [requests, ..] pages of page_size tokens, table_stride apart.
+    position_ptr, slot_ptr: [requests, ROWS] int64, written: position, and token index in the pool.
+    """
     b = tl.program_id(0)
     row = tl.arange(0, ROWS_PADDED)
     inside = row < ROWS

@@ -24,26 +24,30 @@ def _add_biases(
     share_ptr,
     used_ptr,
     split,
-    most,
+    max_used,
     m,
     n,
     live,
     SIZE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
-    """Add the biases of this program's experts, times the routing weights, to rows m and outputs n of `total`.
-    Processes four experts at a time, so that their reads overlap."""
-    for first in range(split, most, 4 * SPLITS):
+    """Return `total` plus the weighted biases of every SPLITS-th used expert, from number `split` on.
+
+    bias_ptr, share_ptr, used_ptr, max_used, SIZE: as in `down_of_listed`.
+    m, n, live: row and output of each element of `total`, and whether it exists.
+    Processes four experts at a time, so that their reads overlap.
+    """
+    for first in range(split, max_used, 4 * SPLITS):
         for each in tl.static_range(4):
             block = first + each * SPLITS
-            expert = tl.load(used_ptr + block, mask=block < most, other=-1)
+            expert = tl.load(used_ptr + block, mask=block < max_used, other=-1)
             there = live & (expert >= 0)
             bias = tl.load(bias_ptr + tl.maximum(expert, 0) * SIZE + n, mask=there, other=0.0)
             total += bias * tl.load(share_ptr + block * 8 + m, mask=there, other=0.0)
     return total
 
 
-@triton.jit(do_not_specialize=["rows", "most"])
+@triton.jit(do_not_specialize=["rows", "max_used"])
 def down_of_listed(
     hidden_ptr,
     codes_ptr,
@@ -57,7 +61,7 @@ def down_of_listed(
     part_ptr,
     ticket_ptr,
     rows,
-    most,
+    max_used,
     WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
     GROUP: tl.constexpr,
@@ -81,9 +85,20 @@ def down_of_listed(
     codes_ptr, scales_ptr, zeros_ptr, GROUP, CODE: the weight, see `aerie.kernels.packed.weight.PackedWeight`.
     bias_ptr: [experts, SIZE], or None.
     share_ptr: [used experts, 8] float32 routing weights, which weight the bias.
-    used_ptr, num_used_ptr: [most] used experts, then NO_EXPERT; their number.
+    out_ptr: [rows, SIZE], written.
+    used_ptr, num_used_ptr: [max_used] used experts, then NO_EXPERT; their number.
     part_ptr, ticket_ptr: float32 sums of the SPLITS programs of an output, which the last one adds, and their counters.
+    WIDTH, SIZE: inputs and outputs of the projection.
     WARPS_N, WARPS_K: warps of a program beside each other in outputs and in inputs; STEPS: their steps per expert.
+    STAGES: steps that weights are loaded ahead.
+    SCALES: see `expert_steps_triton.add_products`.
+    TYPE, SCALE_TYPE: dtypes of operands and of scales.
+    PDL: launch before the previous kernel ends.
+    INTERPRETED: run by Triton's interpreter, without PTX.
+
+    Steps: load the first bias; for each used expert and 64 inputs, load weights and inputs, and add products; add the
+    sums of the warps; add the weighted biases; add the SPLITS programs' sums. `fragments_triton` describes how lanes
+    (t, g) and registers (r) share a tile.
     """
     CHUNKS: tl.constexpr = WIDTH // 64
     GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
@@ -103,10 +118,10 @@ def down_of_listed(
     num_used = tl.load(num_used_ptr)
     steps = (num_used - split + SPLITS - 1) // SPLITS * STEPS
     # an expert's index is read one step before its use
-    expert = tl.maximum(tl.load(used_ptr + split, mask=split < most, other=0), 0)
+    expert = tl.maximum(tl.load(used_ptr + split, mask=split < max_used, other=0), 0)
     first_bias = ()
     if bias_ptr is not None:
-        is_used = tl.load(used_ptr + split, mask=split < most, other=-1) >= 0
+        is_used = tl.load(used_ptr + split, mask=split < max_used, other=-1) >= 0
         for q in tl.static_range((PARTS + WARPS_K - 1) // WARPS_K):
             part = q * WARPS_K + warp // WARPS_N
             n = n_tile * 64 + part * 16 + r // 2 * 8 + g
@@ -159,7 +174,7 @@ def down_of_listed(
             # programs without an expert load uninitialised routing weights, and discard them
             share = tl.load(share_ptr + split * 8 + m, mask=live & (split < num_used), other=0.0)
             one = _add_biases(
-                one + first_bias[q] * share, bias_ptr, share_ptr, used_ptr, split + SPLITS, most, m, n, live, SIZE,
+                one + first_bias[q] * share, bias_ptr, share_ptr, used_ptr, split + SPLITS, max_used, m, n, live, SIZE,
                 SPLITS,
             )  # fmt: skip
         total = total + (one,)
@@ -222,6 +237,7 @@ def down_of_blocks(
     weight_ptr: [rows * slots] routing weights.
     pair_ptr: (row, slot) pair of each of a block's rows, -1 for none.
     expert_ptr: expert of each block, -1 for unused blocks.
+    WARPS_N, WARPS_K, STEPS, STAGES, SCALES, TYPE, SCALE_TYPE, PDL, INTERPRETED: as in `down_of_listed`.
     """
     CHUNKS: tl.constexpr = WIDTH // 64
     GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP

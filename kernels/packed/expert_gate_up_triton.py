@@ -68,17 +68,21 @@ def gate_up_of_blocks(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Write the inner activations of each block: [blocks, 8 * ROW_TILES, WIDTH].
+    """Write the inner activations of each block to hidden_ptr: [blocks, 8 * ROW_TILES, WIDTH].
 
     x_ptr: [rows, SIZE], x_words 32-bit words between rows.
+    codes_ptr to row_scale_ptr, GROUP, CODE: the weight, see `aerie.kernels.packed.weight.PackedWeight`.
     bias_ptr: [experts, 2 * WIDTH], or None.
-    part_ptr, ticket_ptr: float32 sums of the SPLITS programs of an output, which the last one adds, and their counters.
+    expert_ptr: expert of each block, -1 for unused blocks.
     LISTED: the activations are multiplied by each row's routing weight of the expert, which is zero for rows that do
-    not use it. These weights are stored at `share_ptr`. chosen_ptr, weight_ptr: [rows, SLOTS] experts of each row, and
-    their routing weights. expert_ptr: expert of each block, -1 for unused blocks. pair_ptr: (row, slot) pair of each of
-    a block's rows, -1 for none; unused if LISTED. count_ptr: counts of `order_by_expert`, cleared unless LISTED.
-    codes_ptr to row_scale_ptr, GROUP, CODE: the weight, see `aerie.kernels.packed.weight.PackedWeight`. alpha, limit,
-    shift, cubic, CLAMPED, CUBED: the activation.
+        not use it. These weights are stored at `share_ptr`. down_scale_ptr: [experts] factors on them, or None.
+        chosen_ptr, weight_ptr: [rows, SLOTS] experts of each row, and their routing weights.
+    Else pair_ptr: (row, slot) pair of each of a block's rows, -1 for none. count_ptr: BINS counts of
+        `order_by_expert`, of which those of the EXPERTS are cleared.
+    part_ptr, ticket_ptr: float32 sums of the SPLITS programs of an output, which the last one adds, and their counters.
+    alpha, limit, shift, cubic, CLAMPED, CUBED: the activation.
+    WARPS_K, STEPS: warps of a program beside each other in inputs, and their steps.
+    STAGES, SCALES, TYPE, SCALE_TYPE, PDL, INTERPRETED: as in `expert_down_triton.down_of_listed`.
     """
     CHUNKS: tl.constexpr = (SIZE + 63) // 64
     GROUPS: tl.constexpr = (CHUNKS * 64 + GROUP - 1) // GROUP

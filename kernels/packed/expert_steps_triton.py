@@ -27,7 +27,14 @@ def load_weight(
     PIECES: tl.constexpr,
 ):
     """Load a chunk of 64 inputs. Return a tuple: one tensor of codes per 16 outputs (int8: per 16 outputs and 32
-    inputs); then one of scales, and of zeros if there are any, per 32 inputs or for all 64."""
+    inputs); then one of scales, and of zeros if there are any, per 32 inputs or for all 64.
+
+    codes_base, scales_base, zeros_base: addresses of the warps' tile of 64 outputs; zeros_base may be None.
+    chunk: the chunk, of CHUNKS.
+    index: number of each element among those of all warps.
+    GROUP: inputs that share a scale.
+    PIECES: tensors of codes per 16 outputs: 2 for int8, else 1.
+    """
     loaded = ()
     word, t = index % 128, index // 4 % 4
     at = tl.minimum(chunk, CHUNKS - 1)
@@ -101,9 +108,10 @@ def load_inputs(
 ):
     """Load a chunk of 64 inputs of all rows. Return two tensors, of 32 inputs each, per tile of 8 rows.
 
-    x_base: pointers to the lanes' words of each tile of 8 rows.
+    x_base: pointers to the lanes' words of each of ROW_TILES tiles of 8 rows.
     rows_there: masks of the same.
     waits: see `_load_inputs`.
+    t: each lane's quarter of 32 inputs. K: inputs in all.
     """
     inputs = ()
     k = chunk * 64
@@ -128,8 +136,15 @@ def add_products(
     SCALE_TYPE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Return the sums `acc`, 4 * ROW_TILES tensors, plus the products of what `load_weight` and `load_inputs`
-    loaded. SCALES: scale weights in `MOVED` also with one tile of rows."""
+    """Return the sums `acc`, 4 * ROW_TILES tensors, plus the products of what `load_weight` and `load_inputs` loaded.
+
+    SCALES: scale weights in `MOVED` also with one tile of rows.
+    GROUP: inputs that share a scale.
+    HAS_ZEROS: whether `loaded` has zeros.
+    CODE: format of the codes, see `aerie.kernels.packed.weight.PackedWeight`.
+    TYPE, SCALE_TYPE: dtypes of operands and of scales.
+    INTERPRETED: run by Triton's interpreter, without PTX.
+    """
     PIECES: tl.constexpr = 2 if CODE == "int8" else 1
     HALVES: tl.constexpr = 1 if GROUP % 64 == 0 else 2
     PER_HALF: tl.constexpr = 2 if HAS_ZEROS else 1
@@ -182,6 +197,7 @@ def restored(sums, CODE: tl.constexpr, SCALES: tl.constexpr, ROW_TILES: tl.const
 
 @triton.jit
 def zero_sums(COUNT: tl.constexpr, SIZE: tl.constexpr):
+    """Return COUNT tensors of SIZE float32 zeros."""
     acc = ()
     for _ in tl.static_range(COUNT):
         acc = acc + (tl.zeros([SIZE], tl.float32),)

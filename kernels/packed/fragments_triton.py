@@ -165,7 +165,7 @@ def _decode_interpreted(
     SCALE_TYPE: tl.constexpr,
     TYPE: tl.constexpr,
 ):
-    """Do `decode` in Triton's operations, for the interpreter."""
+    """Compute `decode`, whose arguments these are, without PTX."""
     operands = ()
     r = tl.arange(0, codes.shape[0]) % 4  # 2 u + h
     for step in tl.static_range(2):
@@ -221,6 +221,7 @@ def _pair(value, TYPE: tl.constexpr):
 
 @triton.jit
 def _multiply_interpreted(a_low, a_high, inputs, part, TYPE: tl.constexpr):
+    """Compute `multiply` without PTX: gather the operands of a warp's lanes to matrices."""
     WARPS: tl.constexpr = a_low.shape[0] // 128
     if part is None:
         part = tl.zeros([WARPS * 128], tl.float32)

@@ -111,6 +111,7 @@ def _four(first):
 
 @triton.jit
 def _sums_interpreted(parts, COUNT: tl.constexpr, WARPS_N: tl.constexpr, WARPS_K: tl.constexpr, PAIRED: tl.constexpr):
+    """Compute `sums_of_warps` without PTX."""
     CELLS: tl.constexpr = WARPS_N * 128
     WARPS: tl.constexpr = WARPS_N * WARPS_K
     results = ()

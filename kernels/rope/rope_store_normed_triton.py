@@ -37,8 +37,12 @@ def _load_parts(x_ptr, inside, D: tl.constexpr, ROTATED: tl.constexpr, HALF: tl.
 
 @triton.jit
 def _rotated(parts, weights, cos_ptr, sin_ptr, eps, D: tl.constexpr, ROTATED: tl.constexpr):
-    """Normalise heads, round them to their dtype, rotate them, and round again. parts, weights: heads and a norm's
-    weights, from `_load_parts`. cos_ptr, sin_ptr: [1, HALF]."""
+    """Normalise heads, round them to their dtype, rotate them, and round again.
+
+    parts, weights: heads and a norm's weights, from `_load_parts`.
+    cos_ptr, sin_ptr: [1, HALF] addresses of the heads' angles.
+    eps: epsilon of the norm. D, ROTATED: dimensions of a head, and how many of them are rotated.
+    """
     x, y, rest = parts
     in_half = tl.arange(0, x.shape[1])[None, :] < ROTATED // 2
     cos, sin = tl.load(cos_ptr, mask=in_half, other=0.0), tl.load(sin_ptr, mask=in_half, other=0.0)
@@ -96,7 +100,20 @@ def _normed_rope_store(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Grid: ROWS rows x KV heads x parts. A part has HEADS of the GROUP query heads; the last one key and value."""
+    """Normalise and rotate q and k, and store k and v in the pools.
+
+    Grid: ROWS rows x KV heads x parts. A part has HEADS of the GROUP query heads; the last one key and value.
+    q_ptr, out_ptr: [rows, q heads, D], out is written. k_ptr, v_ptr: [rows, KV_HEADS, D]. Each has its row and head
+        stride.
+    q_weight_ptr, k_weight_ptr: [D] weights of the norms, eps their epsilon.
+    cos_ptr, sin_ptr: [positions, ROTATED / 2] float32. position_ptr: [rows].
+    k_pool_ptr, v_pool_ptr: the pools, written at the rows' token indices slot_ptr [rows].
+    k_inverse_scale, v_inverse_scale: factors before K and V are stored in 8 bits.
+    BLOCK, HALF: D and ROTATED / 2, padded.
+    STORES: there are keys and values; else only q is rotated.
+    V_NORMED: v is normalised too, without weights.
+    PDL: launch before the previous kernel ends, see `aerie.kernels.pdl`.
+    """
     first_row, head, part = tl.program_id(0).to(tl.int64) * ROWS, tl.program_id(1), tl.program_id(2)
     half, d = tl.arange(0, HALF)[None, :], tl.arange(0, BLOCK)[None, :]
     in_half, inside, in_rest = half < ROTATED // 2, d < D, (d >= ROTATED) & (d < D)

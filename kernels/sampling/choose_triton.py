@@ -46,10 +46,11 @@ def _choose(
     """Write the largest value of one part of a row's logits, and its column: of greedy requests the logit, of others
     the logit / temperature + Gumbel noise. Infinity if any is NaN or infinity.
 
-    x_ptr: [rows, size], the shard of the vocabulary that begins at token id `first`.
-    value_ptr, index_ptr: [rows, parts].
-    peak_ptr, limit_ptr: `Limits` of each row, with FILTERED. slot_ptr ..
-    seed_stride: `Draws.arguments`; a request has `width` rows.
+    x_ptr: [rows, size], the shard of the vocabulary that begins at token id `first`, x_stride between rows.
+    value_ptr, index_ptr: [rows, parts], written.
+    peak_ptr, limit_ptr: `Limits` of each row, with FILTERED.
+    slot_ptr to seed_stride: `Draws.arguments`; a request has `width` rows.
+    PART, TILE: logits of a part, and those that are read at once.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     temperature, hashed = draw_of_row(
@@ -122,7 +123,12 @@ PART, BLOCK = 4096, 128
 
 @triton.jit
 def _summarize(x_ptr, x_stride, size, norm_ptr, peak_ptr, PART: tl.constexpr, BLOCK: tl.constexpr):
-    """Write log(sum(exp)) of a part, and the maximum of each of its blocks."""
+    """Write log(sum(exp)) of a part of PART logits, and the maximum of each of its blocks of BLOCK logits.
+
+    x_ptr: [rows, size] logits, x_stride between rows.
+    norm_ptr: [rows, parts] float32, written.
+    peak_ptr: [rows, blocks] float32, written.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     block = tl.arange(0, PART // BLOCK)
     column = part * PART + block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]

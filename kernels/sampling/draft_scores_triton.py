@@ -51,8 +51,11 @@ def _count_bands(
     """Write the summary of one part of a filtered row: its largest scaled logit, and the number of its tokens in each
     band, that is with each integer part of the scaled logit.
 
-    slot_ptr: [requests]; a request has `width` rows. temperature_ptr ..
-    int_stride: `Filters.arguments`.
+    x_ptr: [rows, size] logits, x_stride between rows.
+    slot_ptr: [requests]; a request has `width` rows.
+    temperature_ptr to int_stride: `Filters.arguments`.
+    summary_ptr: [rows, parts, SUMMARY] float32, written.
+    PART, TILE: logits of a part, and those that are counted at once.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_ptr + row // width)
@@ -92,6 +95,9 @@ def _lower_bound(
 
     Band b has the tokens whose scaled logit (log2 of the probability, up to a constant) is b to b + 1 below `top`. In
     sums of probabilities each of them counts 2^(BANDS - 1 - b).
+    row, slot: the row, and its request's slot.
+    summary_ptr: [rows, parts, SUMMARY], from `_count_bands`. PARTS: parts, padded.
+    top_p_ptr to int_stride: `Filters.arguments` without the temperature.
     """
     part, band = tl.arange(0, PARTS), tl.arange(0, BANDS)
     summary = summary_ptr + (row * parts + part) * (1 + BANDS)
@@ -167,11 +173,11 @@ def _perturb(
     """Write a block of a row's logits [size], divided by the temperature and with Gumbel noise; of a greedy request
     they are copied. Tokens that its filters drop are DROPPED lower.
 
-    id_ptr: target token ids of the columns, which the noise depends on.
-    summary_ptr: [rows, parts, SUMMARY] of `_count_bands`, with FILTERED. top_p_ptr ..
-    int_stride: `Filters.arguments` without the temperature. slot_ptr ..
-    seed_stride: `Draws.arguments`; a request has `width` rows.
-    The other pointers and strides are those of the tensors of `aerie.kernels.sampling.draft_scores.perturb`.
+    x_ptr, out_ptr: [rows, size] logits, x_stride between rows, and float32 results.
+    id_ptr: target token ids of the columns, which the noise depends on, id_stride between rows.
+    summary_ptr: [rows, parts, SUMMARY] of `_count_bands`, with FILTERED. PARTS: parts, padded.
+    top_p_ptr to int_stride: `Filters.arguments` without the temperature.
+    slot_ptr to seed_stride: `Draws.arguments`; a request has `width` rows.
     """
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

@@ -65,8 +65,11 @@ def _encoded(limit):
 
 @triton.jit
 def _final_limit(lowest, needed, sum_ptr, parts, PARTS: tl.constexpr):
-    """Return the limit found by a search. lowest, sum_ptr: as its last pass wrote them; `_encoded` if it ended
-    before."""
+    """Return the limit found by a search.
+
+    lowest, sum_ptr: as its last pass wrote them; `_encoded` if it ended before.
+    needed: sum that the kept tokens must reach. parts, PARTS: parts of a row; padded.
+    """
     limit = _encoded(lowest)
     if lowest >= 0:
         limit = _advance(lowest, 0, needed, _totals(sum_ptr, parts, PARTS))
@@ -89,9 +92,12 @@ def _peaks(
     peak_ptr,
     BLOCK: tl.constexpr,
 ):
-    """Find the largest logit of each part of filtered rows. A request of slot_ptr has `width` rows.
+    """Find the largest logit of each part of filtered rows.
 
-    temperature_ptr .. int_stride: `Filters.arguments`.
+    x_ptr: [rows, size] logits, x_stride between rows.
+    slot_ptr: [requests]; a request has `width` rows.
+    temperature_ptr to int_stride: `Filters.arguments`.
+    peak_ptr: [rows, parts] float32, written; a part has BLOCK logits.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     slot = tl.load(slot_ptr + row // width)

@@ -59,7 +59,12 @@ def draw_of_row(
     seed_ptr,
     seed_stride,
 ):
-    """Return a row's temperature and the hash of its seed and position."""
+    """Return a row's temperature and the hash of its seed and position.
+
+    slot_ptr: [requests] slots; a request has `width` rows.
+    position_ptr: positions, position_row apart between requests and position_column between a request's rows.
+    temperature_ptr, seed_ptr: by slot, temperature_stride and seed_stride apart.
+    """
     slot = tl.load(slot_ptr + row // width)
     position = tl.load(position_ptr + row // width * position_row + row % width * position_column)
     temperature = tl.load(temperature_ptr + slot * temperature_stride)

@@ -128,7 +128,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
     "delta_round": (
         *DELTA_ROUND,
         False,
-        {"slots_ptr", "count_ptr", "mask_ptr", "mask_stride", "prefix_ptr", "at_ptr", "entry_ptr"}
+        {"slots_ptr", "count_ptr", "mask_ptr", "mask_stride", "prefix_ptr", "snapshot_at_ptr", "snapshot_entry_ptr"}
         | {"a_log_ptr", "dt_bias_ptr"},
     ),
     "delta_wide": (
@@ -139,13 +139,13 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
     "delta_few_rows": (
         *DELTA_FEW_ROWS,
         False,
-        {"slots_ptr", "count_ptr", "mask_ptr", "mask_stride", "prefix_ptr", "at_ptr", "entry_ptr"}
+        {"slots_ptr", "count_ptr", "mask_ptr", "mask_stride", "prefix_ptr", "snapshot_at_ptr", "snapshot_entry_ptr"}
         | {"a_log_ptr", "dt_bias_ptr", "state_ptr"},
     ),
     "delta_step": (
         *DELTA_STEP,
         False,
-        {"slots_ptr", "count_ptr", "prefix_ptr", "at_ptr", "a_log_ptr", "dt_bias_ptr"}
+        {"slots_ptr", "count_ptr", "prefix_ptr", "snapshot_at_ptr", "a_log_ptr", "dt_bias_ptr"}
         | {"state_ptr", "conv_ptr", "committed_ptr", "weight_ptr"},
     ),
     "merge_rows": (

@@ -48,7 +48,14 @@ def _plan_paths(
     COLUMNS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):
-    """Write the token indices of a row's path, see `_finish_paths`."""
+    """Write the token indices of a row's path to tokens_ptr [requests, rows, COLUMNS], -1 after the last; see
+    `_finish_paths`.
+
+    mask_ptr: [requests, rows] tree masks, mask_request_stride and mask_row_stride apart.
+    prefix_ptr: [requests] tokens before the tree.
+    table_ptr: [requests, ..] pages of PAGE tokens, table_stride apart.
+    BLOCK_N: columns of a tile. WINDOW: tokens that a row sees; 0: all.
+    """
     row, request, n = tl.program_id(0), tl.program_id(1), tl.arange(0, COLUMNS)
     prefix = tl.load(prefix_ptr + request)
     path = tl.load(mask_ptr + request * mask_request_stride + row * mask_row_stride)
@@ -108,7 +115,15 @@ def _product(a, b, c, always):
 
 @triton.jit
 def _path_scores(q, q_odd, k, seen, factor, always, SOFT_CAP: tl.constexpr, UPCAST: tl.constexpr, PAIRS: tl.constexpr):
-    """Return scores [M, N] of q and K, as `online_softmax_triton.score_tile` does."""
+    """Return scores [M, N] of q and K, as `online_softmax_triton.score_tile` does.
+
+    q, q_odd: [M, D]; with PAIRS [M, D / 2] even and odd dimensions, for K of pairs of 8-bit numbers.
+    k: [N, D], or [N, D / 2] pairs.
+    seen: [N], other scores are minus infinity.
+    factor, SOFT_CAP: see `scores_triton.cap_scales`.
+    always: see `_product`.
+    UPCAST: see `stored_values_triton.even`.
+    """
     scores = tl.zeros([q.shape[0], k.shape[0]], tl.float32)
     if PAIRS:
         scores = _product(q, tl.trans(even(k, q.dtype, UPCAST)), scores, always)
@@ -135,7 +150,14 @@ def _add_tile(
     PAIRS: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
-    """Add a tile to the softmax state, as `online_softmax_triton.accumulate` does, and return it."""
+    """Add a tile to the softmax state, as `online_softmax_triton.accumulate` does, and return it.
+
+    scores, v: [M, N]; [N, D], or [N, D / 2] pairs.
+    top, total, acc, acc_odd: the state: maximum [M], sums of weights [M, _SUM_COLUMNS], and outputs; with PAIRS, those
+        of even and of odd dimensions.
+    always: see `_product`.
+    UNIT: factor on weights, so that small ones are not lost in DTYPE.
+    """
     top, total, weights, shrink = softmax_step(scores, scale_log2, top, total, True)
     weights = (weights * UNIT if UNIT != 1.0 else weights).to(DTYPE)
     if PAIRS:

@@ -105,11 +105,15 @@ def down_of_ordered_row(
     PDL: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Write BLOCK_N columns of the weighted sum of the down projections. A program computes one of the row's SLOTS
-    experts, and reads all of its weights before the wait; the last to finish adds them in the order of slots.
+    """Write BLOCK_N columns of the weighted sum of the down projections of one row. A program computes one of the row's
+    SLOTS experts, and reads all of its weights before the wait; the last to finish adds them in the order of slots.
 
-    weight_ptr: weights of the experts.
-    part_ptr: results of the experts, rounded to out_ptr's dtype.
+    w_desc, w_scales_ptr: tensor map of the weights [experts * SIZE, WIDTH], FP8, and their scales per 64 x 128 block.
+    hidden_ptr, hidden_scales_ptr: [SLOTS, WIDTH] FP8 inner activations, and their scales per 64.
+    out_ptr: [SIZE], written.
+    chosen_ptr, weight_ptr: [SLOTS] the row's experts, -1 for none, and their routing weights.
+    part_ptr: float32 results of the experts, rounded to out_ptr's dtype.
+    ticket_ptr: counters of programs that are done.
     """
     groups: tl.constexpr = WIDTH // 64
     block, tile = tl.program_id(0), tl.program_id(1)

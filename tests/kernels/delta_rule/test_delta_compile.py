@@ -30,7 +30,7 @@ BETWEEN = ("committed_ptr", "x_ptr", "w_ptr", "u_ptr", "begin_ptr")
 POINTERS = (
     dict.fromkeys((*ROWS, *BETWEEN), "bf16")
     | dict.fromkeys(("a_log_ptr", "dt_bias_ptr", "decay_ptr", "state_ptr"), "fp32")
-    | dict.fromkeys(("slots_ptr", "mask_ptr", "entry_ptr", "path_ptr"), "i64")
+    | dict.fromkeys(("slots_ptr", "mask_ptr", "snapshot_entry_ptr", "path_ptr"), "i64")
 )
 
 
