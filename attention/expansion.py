@@ -45,7 +45,7 @@ class ExpandedChunks(ABC):
         """Return all tokens that each request's chunk attends to."""
         batch = self.batch
         if batch.lists is not None:
-            return PrefillBatch.from_lists([0] * batch.num_chunks, batch.lists.seen, batch.page_table)
+            return PrefillBatch.from_lists([0] * batch.num_chunks, batch.lists.num_attended, batch.page_table)
         assert batch.seen_limit is not None
         counts = batch.qo_indptr.diff()
         seen = torch.where(counts > 0, batch.starts + counts, 0)
@@ -81,6 +81,6 @@ class ExpandedChunks(ABC):
 
 def pays(lists: ChunkLists) -> bool:
     """Return whether expanded form is faster for these chunks and fits in the memory limit."""
-    tokens, rows = sum(lists.seen), sum(lists.counts)
+    tokens, rows = sum(lists.num_attended), sum(lists.counts)
     pairs = sum(n * start + n * n // 2 for start, n in zip(lists.starts, lists.counts, strict=True))
     return 0 < tokens <= min(MAX_TOKENS * rows, rows + pairs // _PAIRS_OF_TOKEN)

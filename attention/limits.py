@@ -125,6 +125,7 @@ def triton_head_dim_refusal(head_dim: int) -> str | None:
 
 
 def flashinfer_refusal(use: AttentionUse) -> str | None:
+    """Return why FlashInfer's kernels cannot serve this use; None if they can."""
     reason = _gpu_refusal(use, FLASHINFER_CAPABILITY) or _dtype_refusal(use) or _mixed_refusal(use)
     if reason is None and use.value_dim is not None:
         return _fp8_refusal(use) or _flashinfer_latent_refusal(use)
@@ -136,6 +137,7 @@ def flashinfer_refusal(use: AttentionUse) -> str | None:
 
 
 def _flashinfer_latent_refusal(use: AttentionUse) -> str | None:
+    """Return why FlashInfer's MLA kernels cannot serve this use of latent rows; None if they can."""
     assert use.value_dim is not None and use.device.compute is not None
     if use.mode is Mode.PREFILL:
         return "prompt chunks over latent rows: it attends to rounds only"

@@ -187,6 +187,8 @@ def _with_defaults(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_paths(config: AerieConfig, base: Path) -> AerieConfig:
+    """Return the configuration with absolute paths, and the digests of API keys' files. base: folder at which relative
+    paths start. Raises ConfigError for files that are missing and for a draft that does not fit."""
     model = dataclasses.replace(config.model, path=_folder("model.path", config.model.path, base))
     changes: dict[str, Any] = {"model": model}
     if config.speculative is not None:
@@ -226,6 +228,7 @@ def _file(value: str, base: Path) -> str:
 
 
 def _folder(key: str, value: str, base: Path) -> str:
+    """Return the absolute path of a checkpoint's folder. key: for errors. base: where relative paths start."""
     if not value:
         raise ConfigError(f"{key}: is missing; give the folder that holds config.json and the weights")
     path = Path(value).expanduser()

@@ -85,6 +85,7 @@ def place(config: AerieConfig, nodes: Sequence[NodeResources]) -> Placement:
 
 
 def _bundles(worker: Mapping[str, float], num_ranks: int, strategy: str) -> tuple[dict[str, float], ...]:
+    """Return the resources of an engine's placement group: the engine's own CPUs, then each rank's."""
     engine = {"CPU": 2 * ENGINE_CPUS}
     workers = [dict(worker) for _ in range(num_ranks)]
     if strategy == "STRICT_SPREAD":

@@ -43,6 +43,7 @@ class Parser(argparse.ArgumentParser):
         return parsed, others
 
     def _unknown(self, name: str) -> str:
+        """Return the message for an unknown option, with the most similar known one."""
         known = [option for option in self._option_string_actions if len(option) > 2]
         near = difflib.get_close_matches(name, known, 1, 0.7)
         begins = sorted((option for option in known if option.startswith(name) and len(name) > 4), key=len)

@@ -42,6 +42,7 @@ def _name(record: Record) -> str:
 
 
 def _stop_server(folder: Path, record: Record, owner: dict[str, object], now: bool) -> None:
+    """End a server, after its running requests unless `now`, and wait until its processes are gone."""
     pid = int(str(owner["pid"]))
     if not now:
         print(f"{_name(record)} (pid {pid}) ends once its running requests have", flush=True)

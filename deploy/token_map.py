@@ -32,6 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _counts(folder: Path, texts: list[str]) -> Counter[int]:
+    """Count the tokens of the texts with the model's tokenizer."""
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise ConfigError(f"{file}: missing; save the tokenizer in the fast format (transformers' save_pretrained)")

@@ -226,6 +226,7 @@ def _check_reader(worker: WorkerConfig, config: SpeculativeConfig, draft: DraftM
 
 
 def _draft_tp(speculative: SpeculativeConfig, tensor_parallel: int) -> int:
+    """Return the number of ranks that share the draft. Raises ValueError."""
     draft_tp = speculative.draft_tp or tensor_parallel
     if draft_tp not in (1, tensor_parallel):
         raise ValueError(

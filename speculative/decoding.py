@@ -23,7 +23,7 @@ from aerie.kernels.tree.nodes import RoundRows
 from aerie.speculative.drafts.blocks.drafter import BlockDrafter
 from aerie.speculative.drafts.drafter import DraftBatch, Drafter, DraftRunner
 from aerie.speculative.drafts.guidance import Guidance
-from aerie.speculative.step_parts import DraftBacklog, Finals, Rounds, TargetPass, emitted, ids_after
+from aerie.speculative.step_parts import DraftBacklog, Finals, Rounds, TargetPass, ids_after, step_tensors
 from aerie.speculative.suffix_drafts import SuffixDrafts
 from aerie.speculative.tree_shape import TreeShape
 from aerie.speculative.tree_table import TreeTable
@@ -94,6 +94,7 @@ class SpeculativeDecoding(CuttableStrategy):
         return self._run_target(batch, shape, rows, self._slots.page_table[batch.slots])
 
     def choose(self, batch: StepBatch, passed: TargetPass) -> StepTensors:
+        """Verify trees, sample first tokens, commit, and draft the next trees, after the target's pass."""
         shape, chunks = self._shapes[batch.shape], batch.chunks
         logits = self._target.model.lm_head(passed.hidden)
         rounds = self._verify(batch, shape, passed, logits) if batch.num_requests else None
@@ -106,7 +107,7 @@ class SpeculativeDecoding(CuttableStrategy):
         copied = None
         if num_correct is not None and matches is not None:
             copied = torch.stack((num_correct, matches, self._num_copied(shape, rounds, num_correct)), dim=1)
-        return emitted(batch, rounds, finals, drafts, ranking, copied)
+        return step_tensors(batch, rounds, finals, drafts, ranking, copied)
 
     def _read_trees(self, batch: StepBatch, shape: RoundShape) -> RoundRows:
         """Return the trees to verify. Their masks go to the verifying backend's own buffer, if it has one."""

@@ -132,6 +132,7 @@ class SuffixSpeculation(WithoutDraftModel):
 
 
 def _decoding(config: SpeculativeConfig, parts: EngineParts, draft: DraftRunner | None) -> SpeculativeDecoding:
+    """Build the decoding strategy. draft: None if drafts are only copied from the requests' own text."""
     copies = draft is None or config.suffix_tokens > 0
     return SpeculativeDecoding(
         parts.layout.shapes,

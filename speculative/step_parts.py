@@ -69,7 +69,7 @@ class Finals:
     commit: Commit
 
 
-def emitted(
+def step_tensors(
     batch: StepBatch,
     rounds: Rounds | None,
     finals: Finals | None,
@@ -77,28 +77,32 @@ def emitted(
     ranking: PromptRanking | None,
     matches: Tensor | None = None,
 ) -> StepTensors:
-    """Return the output: entries that ran a round, then those whose prompt ended. drafts, ranking, matches: see
-    `StepTensors`."""
+    """Return the output of a step: entries that ran a round, then those whose prompt ended.
+
+    rounds: None if no request ran a round.
+    finals: the first tokens after prompts that ended; None for none.
+    drafts, ranking, matches: see `StepTensors`, where ranking is `prompt_logprobs`.
+    """
     if rounds is None and finals is None:
         empty = batch.slots.new_zeros(0)
         return StepTensors(
             empty.view(0, 1), empty, finish=empty, accepted=empty, logprobs=None, drafts=None, prompt_logprobs=ranking
         )
-    done, first = rounds.committed if rounds else None, finals.commit if finals else None
-    columns = done.commit.tokens.shape[1] if done else 1
-    tokens = F.pad(first.tokens, (0, columns - 1)) if first else None
-    nothing = torch.full_like(first.counts, -1) if first else None
+    verified, first = rounds.committed if rounds else None, finals.commit if finals else None
+    columns = verified.commit.tokens.shape[1] if verified else 1
+    first_tokens = F.pad(first.tokens, (0, columns - 1)) if first else None
+    no_round = torch.full_like(first.counts, -1) if first else None
     min_entropies = rounds.min_entropies if rounds else None
     return StepTensors(
-        tokens=joined((done.commit.tokens if done else None, tokens)),
-        counts=joined((done.commit.counts if done else None, first.counts if first else None)),
-        finish=joined((done.commit.finish if done else None, first.finish if first else None)),
-        accepted=joined((done.reported if done else None, nothing)),
+        tokens=joined((verified.commit.tokens if verified else None, first_tokens)),
+        counts=joined((verified.commit.counts if verified else None, first.counts if first else None)),
+        finish=joined((verified.commit.finish if verified else None, first.finish if first else None)),
+        accepted=joined((verified.reported if verified else None, no_round)),
         logprobs=_logprobs(rounds, finals, columns, batch.needs.num_logprobs),
         drafts=drafts,
         prompt_logprobs=ranking,
         matches=matches,
-        min_entropies=None if min_entropies is None else joined((min_entropies, nothing)),
+        min_entropies=None if min_entropies is None else joined((min_entropies, no_round)),
     )
 
 

@@ -125,6 +125,7 @@ class TreeShape(RoundShape):
         return tuple(smaller)
 
     def _smaller_of_block(self) -> "tuple[TreeShape, ...]":
+        """Return smaller shapes for a block draft: chains of some depths, and narrower trees of full depth."""
         half = (self.num_steps + 1) // 2
         depths = {half // 2, half, self.num_steps} - {0}
         chains = [self._chain(depth) for depth in depths if depth + 1 <= self.width]

@@ -325,6 +325,8 @@ class InputKeys:
         return keys
 
     def _number(self, facts: bytes) -> int:
+        """Return the negative number that stands for these inputs in keys of the prefix cache. facts: a digest of the
+        inputs."""
         number = self._known.get(facts)
         if number is None:
             number = self._next

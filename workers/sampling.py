@@ -38,6 +38,7 @@ class SamplingNeeds:
 
     @staticmethod
     def of(facts: Sequence[SlotFacts]) -> "SamplingNeeds":
+        """Return what a step must compute, because any of its requests needs it."""
         return SamplingNeeds(
             random=any(f.is_random for f in facts),
             filtered=any(f.is_filtered for f in facts),

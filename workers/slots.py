@@ -142,12 +142,12 @@ class SlotTable:
         """Return the arrays that `enter` needs on the device; empty if the plan has no new requests or pages."""
         columns: dict[str, npt.NDArray[Any]] = {}
         if plan.inits:
-            columns |= _init_columns(plan.inits)
+            columns |= _init_arrays(plan.inits)
         for init in plan.inits:
             if self.tokens.shape[1] and (init.prompt or init.output):
                 columns[f"tokens of {init.slot}"] = unpack_i32(init.prompt + init.output)
             if init.sampling.shapes_logits:
-                columns |= {f"{name} of {init.slot}": array for name, array in _shaping_columns(init).items()}
+                columns |= {f"{name} of {init.slot}": array for name, array in _shaping_arrays(init).items()}
         if plan.page_updates:
             slots, places, pages = unpack_i32(plan.page_updates).reshape(-1, 3).T
             columns |= {"paged slots": slots.astype(np.int64), "paged places": places.astype(np.int64), "pages": pages}
@@ -187,28 +187,29 @@ class SlotTable:
         return Commit(tokens, *commit(slots, tokens, counts, self.commit_tables))
 
 
-def _init_columns(inits: Sequence[SlotInit]) -> dict[str, npt.NDArray[Any]]:
-    """Return the rows that new requests write, by table."""
+def _init_arrays(inits: Sequence[SlotInit]) -> dict[str, npt.NDArray[Any]]:
+    """Return arrays with one row per new request, by name: slots, cached tokens, stop tokens, and the values of the
+    slot table's columns, one array per type."""
     stops = np.full((len(inits), MAX_STOP_TOKEN_IDS), NO_TOKEN)
     for row, init in enumerate(inits):
         ids = init.sampling.stop_token_ids
         assert len(ids) <= MAX_STOP_TOKEN_IDS, "API validation limits stop_token_ids"
         stops[row, : len(ids)] = ids
-    columns: dict[str, npt.NDArray[Any]] = {
+    arrays: dict[str, npt.NDArray[Any]] = {
         "init slots": np.array([init.slot for init in inits], np.int64),
         "init cached": np.array([init.num_cached for init in inits], np.int32),
         "init stops": stops,
     }
     for kind, dtype in ((int, np.int64), (float, np.float32), (bool, np.bool_)):
-        rows = [[column.of(init) for column in _BY_KIND[kind]] for init in inits]
-        columns[f"init {kind.__name__}"] = np.array(rows, dtype)
-    return columns
+        values = [[column.of(init) for column in _BY_KIND[kind]] for init in inits]
+        arrays[f"init {kind.__name__}"] = np.array(values, dtype)
+    return arrays
 
 
 _SHAPING = ("output", "prompt", "biased", "bias")
 
 
-def _shaping_columns(init: SlotInit) -> dict[str, npt.NDArray[Any]]:
+def _shaping_arrays(init: SlotInit) -> dict[str, npt.NDArray[Any]]:
     """Return the tokens so far and the biases of a request with `shapes_logits`, under the names of `_SHAPING`."""
     bias = init.sampling.logit_bias
     arrays = (

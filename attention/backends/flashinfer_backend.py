@@ -52,7 +52,7 @@ class Extent:
 
     @staticmethod
     def of(batch: PrefillBatch) -> "Extent":
-        starts, counts = batch.known.starts, batch.known.counts
+        starts, counts = batch.host_lists.starts, batch.host_lists.counts
         chunks = [c for c, count in enumerate(counts) if count]
         lengths = [starts[c] + counts[c] for c in chunks]
         return Extent(chunks, [counts[c] for c in chunks], lengths, batch.page_table)

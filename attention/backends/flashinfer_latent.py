@@ -109,6 +109,7 @@ class PreparedLatentRound(Prepared):
         return self._planned(q, kv, rule.scale).attend(q, kv, self.batch)
 
     def _planned(self, q: Tensor, kv: LatentKV, scale: float) -> LatentRoundPlan:
+        """Return the written plan for queries and rows of this shape; layers of one shape share it."""
         shape = (q.shape, kv.latent, scale)
         if shape not in self.plans:
             plan = self.rounds.plan(self.batch, q, kv, scale)

@@ -43,8 +43,10 @@ class _PreparedDecode(Prepared):
         return self.batch if self.batch.window is None else None
 
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
+        """Return the attention of all rows. Computes every position of the pages that a row sees, and masks the hidden
+        ones."""
         check_inputs(q, kv, self.batch, rule, sinks)
-        batch = self.batch.through(rule.window)
+        batch = self.batch.for_window(rule.window)
         has_bits = batch.suffix_len <= MASK_BITS  # the C++ kernel reads no spans
         if has_bits and isinstance(kv, LayerKV) and rounds_cpp.serves(q, kv, rule, batch.window, batch.rows):
             return rounds_cpp.attend_rounds(q, kv, batch, rule.scale)
@@ -118,20 +120,22 @@ def _hidden_positions(batch: DecodeBatch, first: Tensor | None, length: int) -> 
 
 @dataclass(frozen=True)
 class _PreparedPrefill(Prepared):
+    """Prompt chunks of one pass, for the attention of every layer."""
+
     batch: PrefillBatch
 
     def forward(self, q: Tensor, kv: LayerKV | LatentKV, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
-        """Attend chunk by chunk; rows of padding are zero."""
+        """Return the attention of all rows, computed chunk by chunk; padding rows are zero."""
         check_inputs(q, kv, self.batch, rule, sinks)
-        batch = self.batch.through(rule.window)
+        batch = self.batch.for_window(rule.window)
         value_dim = kv.latent if isinstance(kv, LatentKV) else kv.v.shape[-1]
-        out, end, chunks = q.new_empty(*q.shape[:2], value_dim), 0, self.batch.known
-        reach = batch.reach(rule.within_images)
-        for c, (start, count) in enumerate(zip(chunks.starts, chunks.counts, strict=True)):
+        out = q.new_empty(*q.shape[:2], value_dim)
+        chunks, reach, end = self.batch.host_lists, batch.reach(rule.within_images), 0
+        for chunk, (start, count) in enumerate(zip(chunks.starts, chunks.counts, strict=True)):
             first, end = end, end + count
             if count:
-                own = None if reach is None else reach[first:end]
-                out[first:end] = _attend_chunk(q[first:end], kv, batch, c, start, rule, sinks, own)
+                chunk_reach = None if reach is None else reach[first:end]
+                out[first:end] = _attend_chunk(q[first:end], kv, batch, chunk, start, rule, sinks, chunk_reach)
         out[end:] = 0.0  # padding
         return out
 
@@ -146,8 +150,12 @@ def _attend_chunk(
     sinks: Tensor | None,
     reach: Tensor | None,
 ) -> Tensor:
-    """Return attention of one chunk: q [n, q_heads, head_dim] at positions start .. start + n - 1. reach: [n] int32,
-    see `RowInputs`; None: causal."""
+    """Return the attention of one chunk.
+
+    q: [n, q_heads, head_dim] at positions start .. start + n - 1.
+    chunk: its index in `batch`.
+    reach: [n] int32, the last position that each row sees, see `RowInputs`; None: causal.
+    """
     page_size, end = page_size_of(kv), start + q.shape[0]
     first = 0 if batch.window is None else max(start + 1 - batch.window, 0) // page_size
     k, v = _keys_and_values(kv, batch.page_table[chunk, first : -(-end // page_size)].long(), q.dtype)

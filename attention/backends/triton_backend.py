@@ -123,7 +123,7 @@ class _PreparedDecode(Prepared):
         is_new = key not in self.plans
         if is_new:
             fixed = self.backend.span is not None
-            batch = _with_newest_columns(self.batch.through(rule.window), fixed)
+            batch = _with_newest_columns(self.batch.for_window(rule.window), fixed)
             page_size = (kv.rows if isinstance(kv, LatentKV) else kv.k).shape[1]
             plan = (
                 plan_fixed(batch, shape, self.backend, page_size) if fixed else plan_decode(batch, shape, self.backend)
@@ -216,7 +216,7 @@ class _PreparedPrefill(Prepared):
         shape = LayerShape.of(q, kv)
         tiles, tile_list = self._plan(shape)
         span = shape.span(self.span)
-        return attend_chunks(q, kv, self.batch.through(rule.window), tile_list, tiles, rule, sinks, span)
+        return attend_chunks(q, kv, self.batch.for_window(rule.window), tile_list, tiles, rule, sinks, span)
 
     def _plan(self, shape: LayerShape) -> tuple[PrefillTiles, Tensor]:
         if shape not in self.plans:

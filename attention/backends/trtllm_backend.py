@@ -272,6 +272,7 @@ class TrtllmBackend(AttentionBackend):
         return self._masks[key]
 
     def _device(self, device: torch.device) -> Device:
+        """Return the kernel and its scratch memory on a device, allocated at the first use."""
         if device not in self._devices:
             assert_not_captured(self.name, device)
             from flashinfer.decode import trtllm_batch_decode_with_kv_cache
@@ -297,6 +298,7 @@ class _PreparedRound(Prepared):
         return self._of(kv).forward(q, kv, rule)
 
     def _of(self, kv: LayerKV | LatentKV) -> Prepared:
+        """Return the prepared pass for this kind of KV, which the first layer decides."""
         if self._prepared is None:
             if isinstance(kv, LatentKV):
                 self._prepared = PreparedLatentRows(self._backend.latent, self._batch)

@@ -79,7 +79,7 @@ class TransferCalls:
             if isinstance(call, FinishUpdate):
                 return self._finish(call)
             if isinstance(call, StartUpdate):
-                return self._tell(call)[0], _NOTHING
+                return self._run_on_ranks(call)[0], _NOTHING
             if isinstance(call, JoinTrainer):
                 if self._engine_id not in call.first_ranks:
                     return "this engine has no rank in the trainer's group: it has just started", _NOTHING
@@ -93,22 +93,23 @@ class TransferCalls:
         """Carry out work that ranks do in the background, and wait for it. If it fails on one, all ranks leave the
         group, so that none waits for the trainer, nor the trainer for it."""
         deadline, poll_s = time.monotonic() + ADMIN_TIMEOUT_S, _FIRST_POLL_S
-        error, states = self._tell(work)
+        error, states = self._run_on_ranks(work)
         while not error and any(state.is_busy for state in states):
             if time.monotonic() > deadline:
                 error = f"no end in {ADMIN_TIMEOUT_S:g} s"
                 break
             time.sleep(poll_s)
             poll_s = min(2 * poll_s, _MAX_POLL_S)
-            error, states = self._tell(InspectTransfer())
+            error, states = self._run_on_ranks(InspectTransfer())
         if error:
-            self._tell(CloseTransfer())
+            self._run_on_ranks(CloseTransfer())
         elif isinstance(work, ReceiveWeights) and not all(state.session for state in states):
             error = "the ranks were lost, and the session with them"
         return error
 
     def _finish(self, call: FinishUpdate) -> tuple[str, LoadedWeights]:
-        error, states = self._tell(InspectTransfer())
+        """Load the tensors that a trainer has sent to the ranks. Return an error or "", and what was loaded."""
+        error, states = self._run_on_ranks(InspectTransfer())
         if error:
             return error, _NOTHING
         if not states[0].session:
@@ -124,7 +125,7 @@ class TransferCalls:
             return error, _NOTHING
         return "", msgspec.structs.replace(result, missing=states[0].uncovered | result.missing)
 
-    def _tell(self, work: Transfer) -> tuple[str, list[TransferState]]:
+    def _run_on_ranks(self, work: Transfer) -> tuple[str, list[TransferState]]:
         """Let all ranks carry out a command. Return the first error, of the command or of earlier work, and the states
         by rank."""
         answers = self._carry_out(work).result(ADMIN_TIMEOUT_S)
@@ -325,6 +326,7 @@ class Coordinator:
         return self._loop.reactor.call(work).result(_CALL_TIMEOUT_S)
 
     def _run(self) -> None:
+        """Run the loop in its thread until it stops. If it fails, report that, and end it."""
         use_short_time_slice()
         loop = self._loop
         try:

@@ -123,7 +123,7 @@ class CoordinatorLoop:
             self._housekeeping_due_s = now + HOUSEKEEPING_S
             self._housekeep(now)
         self._send_plans()
-        self._publish()
+        self._publish_outputs()
         if self.drafts is not None:
             self.drafts.show_load(is_busy=not self.streams.is_empty)
         if now >= self.streams.states.due_s:
@@ -175,7 +175,7 @@ class CoordinatorLoop:
         self._worker_group = None
         if self.status != "draining":
             self.status = "recovering"
-        self._publish()
+        self._publish_outputs()
         self._tell_state()
         self._model_check.reset()
         self._canary.reset()
@@ -197,7 +197,7 @@ class CoordinatorLoop:
         """Fail unfinished requests, stop the ranks, close all sockets."""
         self.is_stopping = True
         if self.status != "dead":
-            self._publish()  # events of the same iteration
+            self._publish_outputs()  # events of the same iteration
         self.streams.fail_all(reason)
         self._scheduler.fail_commands(reason)
         if self._worker_group is not None:
@@ -346,7 +346,7 @@ class CoordinatorLoop:
         self._outputs += outputs
 
     def _take_answers(self, answers: Sequence[CommandAnswer]) -> None:
-        self._publish()  # tokens of earlier steps were written by the weights before
+        self._publish_outputs()  # tokens of earlier steps were written by the weights before
         self._scheduler.command_answered(answers)
         self._check_weights()
         self.streams.states.publish_soon()
@@ -358,7 +358,7 @@ class CoordinatorLoop:
             logger.error("%s", fault)
             self.streams.fail_all(fault)
 
-    def _publish(self) -> None:
+    def _publish_outputs(self) -> None:
         outputs, self._outputs = self._outputs, []
         self._model_check.observe(outputs, self._last_pass_s)
         self._canary.observe(outputs)

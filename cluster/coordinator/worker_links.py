@@ -87,6 +87,7 @@ class WorkerLinks:
         self._send(command)
 
     def _send(self, message: StepPlan | Command) -> None:
+        """Send a plan or command to every rank, in rank order."""
         raw = encode(message)
         self._unanswered.append((message.step, self._clock()))
         for link in self._links:
@@ -174,6 +175,7 @@ class WorkerLinks:
                 self.last_heartbeat[link.rank] = message
 
     def _answered(self, rank: int, answer: CommandAnswer) -> None:
+        """Keep a rank's answer to the current command; the last one completes the command."""
         self._answers[rank] = answer
         if len(self._answers) == len(self._names):
             self._unanswered.popleft()

@@ -104,6 +104,7 @@ class _Request:
         return _checked(start, whole)
 
     async def events(self) -> AsyncGenerator[Reply, None]:
+        """Yield the events of a streamed reply; if the reply is one document, only that."""
         async with contextlib.aclosing(self._messages()) as messages:
             start = await anext(messages)
             if (b"content-type", b"text/event-stream; charset=utf-8") not in start["headers"]:

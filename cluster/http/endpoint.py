@@ -187,6 +187,7 @@ async def _read(http: Request, max_bytes: int, timeout_s: float, count: Callable
 
 
 async def _read_parts(http: Request, max_bytes: int, count: Callable[[int], None]) -> bytes:
+    """Read the body. count: called with the size of each part that arrives."""
     declared = http.headers.get("content-length", "")
     if declared.isdigit() and int(declared[:20]) > max_bytes:
         raise body_too_large(max_bytes)

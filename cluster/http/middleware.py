@@ -65,6 +65,8 @@ class Origins:
             )
 
     def _is_allowed(self, origin: str, host: str) -> bool:
+        """Return whether a page from `origin` may send requests to this `host`: one of its own pages, a configured
+        origin, or one of this machine."""
         if "*" in self._origins or origin in self._origins:
             return True
         scheme, _, authority = origin.partition("://")
@@ -234,6 +236,8 @@ def adapted_send(scope: Scope, send: Send) -> Send:
 
 
 def _without_body(send: Send) -> Send:
+    """Send replies without their bodies, for HEAD requests."""
+
     async def send_head(message: Message) -> None:
         if message["type"] == "http.response.body":
             message = {**message, "body": b""}

@@ -163,6 +163,7 @@ class GenerationResponse(Response):
             work.result()
 
     def _tokens(self) -> RequestTokens:
+        """Return the numbers of tokens of all choices; prompts count once."""
         answers, request = self._answers, self._request
         by_prompt = {choice.prompt: own_answer for choice, own_answer in zip(request.choices, answers, strict=True)}
         cached = sum(answer.cached_tokens or 0 for answer in by_prompt.values())
@@ -308,6 +309,7 @@ class GenerationResponse(Response):
 
 
 def _answer(tokenizer: ChatTokenizer, request: EdgeRequest, index: int) -> Answer:
+    """Return the state of choice `index`'s answer, which turns tokens into text."""
     choice = request.choices[index]
     before: Sequence[int] = () if request.chat else request.prompts[choice.prompt]
     return Answer(

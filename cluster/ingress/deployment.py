@@ -124,7 +124,7 @@ class Coordinators:
 
 
 # Maximum wait for a first successful probe, because an ingress that replaces another receives requests at once.
-MEET_LIMIT_S = 5.0
+PROBE_LIMIT_S = 5.0
 STREAM_SHARE = 0.75  # share of open files for requests; HAProxy's idle connections, engines and libraries need the rest
 _AWAITS_STREAMS = "_call_generator_async"  # function of Serve's replicas
 READY_PERIOD_S = 1.0  # between checks whether an engine is ready
@@ -160,7 +160,7 @@ class Ingress:
         self._images = image_reader(plan.model, self._edge)
         self._tracing = make_tracing(plan.tracing)
         self._grammar_start = asyncio.create_task(self._begin_grammars())
-        await self._engines.meet(MEET_LIMIT_S)
+        await self._engines.wait_for_probe(PROBE_LIMIT_S)
         log.done("ready")
 
     def __serve_build_asgi_app__(self) -> FastAPI:

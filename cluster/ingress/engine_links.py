@@ -115,7 +115,7 @@ class EngineLink:
             self._lose(str(error))
             return
         self._num_received += 1
-        self._aborts.send()
+        self._aborts.send()  # those that the connection has not accepted yet
         if isinstance(message, TokenBatch):
             self._deliver(message)
         elif isinstance(message, EngineState):
@@ -300,13 +300,16 @@ class EngineLinks:
         for name, endpoint in endpoints.items():
             if endpoint and name not in self._links:
                 try:
-                    self._links[name] = EngineLink(self._context, self._transport, endpoint, self._heard, self._clock)
+                    self._links[name] = EngineLink(
+                        self._context, self._transport, endpoint, self._on_report, self._clock
+                    )
                 except ValueError:
                     logger.exception("no link to engine %s", name)
                     continue
                 self._opened_s[name] = now
 
     def _drop_lost(self) -> None:
+        """Close the links that have ended, and those whose engine has never reported."""
         overdue_s = self._clock() - CONNECT_LIMIT_S
         for name, link in list(self._links.items()):
             if link.lost:
@@ -320,7 +323,9 @@ class EngineLinks:
         self._foreign.discard(name)
         del self._opened_s[name]
 
-    def _heard(self) -> None:
+    def _on_report(self) -> None:
+        """Process a report of any engine: ignore engines of another model, note adapters, and decide whether this
+        ingress may expect a successor of its engines or ends with them."""
         reported = {name: link.view.state for name, link in self._links.items() if link.view.state is not None}
         foreign = {name for name, state in reported.items() if state.identity != self._identity}
         for name in foreign - self._foreign:

@@ -195,7 +195,7 @@ class RemoteEngines:
             return engines, f"no engine has answered a probe for {waiting_s:.1f} s"
         return engines, "the first probe is under way" if self._probed.last is None else self._probed.last
 
-    async def meet(self, limit_s: float) -> None:
+    async def wait_for_probe(self, limit_s: float) -> None:
         """Wait until a probe has succeeded, so that the first request finds the connections open. Waits at most
         `limit_s`, and only while an engine is ready."""
         deadline_s = self._clock() + limit_s

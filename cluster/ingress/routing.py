@@ -136,6 +136,7 @@ class EngineView:
         return digest in self._cached or digest in self._promised
 
     def _digests(self, prompt: Prompt) -> list[bytes]:
+        """Return the digests of the prompt's pages that the engine reports, every `stride`-th."""
         state = self.state
         if state is None or state.page_size == 0:
             return []

@@ -106,6 +106,7 @@ class DraftLearning:
         self._learner.reset(self.served)
 
     def _saved(self, found: Gain, num_texts: int) -> Candidate:
+        """Save the trained draft as a candidate, and remove files of older ones that are not served."""
         self._num_saved += 1
         folder = self._folder / f"draft-{self._num_saved}"
         self._learner.save(folder)

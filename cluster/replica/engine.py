@@ -52,7 +52,7 @@ def remember(application: str, plan: ReplicaPlan, reason: str) -> None:
     _internal_kv_put(_key(application), msgspec.msgpack.encode(Refusal(time.time(), start_identity(plan), reason)))
 
 
-def remembered(application: str, plan: ReplicaPlan | None = None, since: float = 0.0) -> str:
+def start_refusal(application: str, plan: ReplicaPlan | None = None, since: float = 0.0) -> str:
     """Return why an engine of `application` cannot start; "" if unknown. plan: only a refusal of the same plan and
     files counts. since: Unix time before which refusals do not count."""
     stored = _internal_kv_get(_key(application))
@@ -130,7 +130,7 @@ class Engine:
             report=print_line,
         )
         log = StartLog("engine", time.time())
-        if reason := remembered(application, plan):
+        if reason := start_refusal(application, plan):
             raise StartRefusedError(reason)
         try:
             await self._supervisor.start()
@@ -167,6 +167,7 @@ class Engine:
             self._supervisor.stop()
 
     async def _supervise(self) -> None:
+        """Supervise until the engine gives up; then end this process, so that Serve replaces the replica."""
         try:
             await self._supervisor.supervise()
         except Exception as error:

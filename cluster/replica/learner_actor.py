@@ -82,6 +82,7 @@ class DraftLearner:
                 time.sleep(POLL_S)
 
     def _learning(self) -> DraftLearning:
+        """Load the draft and its learner."""
         rank, config = self._plan.rank, self._plan.learning
         assert rank.speculative is not None and config is not None
         head, draft = rank.speculative, Path(rank.speculative.path)
@@ -100,6 +101,7 @@ class CoordinatorLink:
     is_own: bool
 
     def news(self) -> News | None:
+        """Return new texts and the served draft; None if another engine's coordinator does not answer."""
         try:
             raw = ray.get(self.actor.learner_news.remote(), timeout=None if self.is_own else ANSWER_S)
         except ray.exceptions.RayError:
@@ -109,6 +111,7 @@ class CoordinatorLink:
         return msgspec.msgpack.decode(raw, type=News)
 
     def offer(self, candidate: Candidate) -> str:
+        """Offer a draft. Return an error or ""."""
         try:
             return str(ray.get(self.actor.offer_draft.remote(msgspec.msgpack.encode(candidate))))
         except ray.exceptions.RayError as error:

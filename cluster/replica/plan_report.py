@@ -98,6 +98,7 @@ def cost_line(layout: EngineLayout, costs: CostTable) -> str:
 
 
 def _draft(config: AerieConfig) -> str:
+    """Describe how drafts are made."""
     draft = config.speculative
     if draft is None:
         return "none: plain decoding"
@@ -227,6 +228,7 @@ def _weights_line(weights: "WeightBytes", layout: EngineLayout) -> str:
 
 
 def _adapter_lines(layout: EngineLayout, weights: "WeightBytes | None") -> list[str]:
+    """Return a line about LoRA adapters; none without."""
     lora = layout.lora
     if lora is None:
         return []

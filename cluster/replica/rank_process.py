@@ -89,6 +89,8 @@ class AttachedRank:
         return ended
 
     def _call(self, *request: object) -> Any:
+        """Call a method of the rank and wait for its result. Raises what the rank raised, RankLostError if it has
+        ended."""
         try:
             self._connection.send(request)
             answer = self._connection.recv()
@@ -209,6 +211,7 @@ class _Rank:
         return builder
 
     def _build(self, builder: "RankBuilder") -> StepExecutor:
+        """Build the rank. On a CPU, wait for the actor's first call first."""
         if not self._plan.uses_gpus:
             # do not measure step times while Ray and Serve start on the same cores
             self._requests.put(self._requests.get())

@@ -130,6 +130,7 @@ class Traffic:
         ]
 
     def _due_s(self, generator: np.random.Generator, rate: float) -> list[float]:
+        """Return the arrival times of a Poisson process in seconds; all 0 for an infinite rate."""
         if math.isinf(rate):
             return [0.0] * self.max_requests
         due_s: list[float] = []

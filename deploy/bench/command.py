@@ -123,6 +123,7 @@ def _mix(arguments: argparse.Namespace, max_model_len: int | None) -> Mix:
 
 
 def _lengths(side: str, arguments: argparse.Namespace, default: AnyLengths) -> AnyLengths:
+    """Return the lengths that the options --in-* or --out-* (`side`) ask for."""
     mean, sigma = (getattr(arguments, f"{side}_{name}") for name in ("mean", "sigma"))
     if isinstance(default, UniformLengths):
         if mean is None and sigma is None and default.cap >= 1:

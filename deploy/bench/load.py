@@ -119,6 +119,7 @@ async def ask(pool: Pool, request: bytes, answered: Answered) -> None:
 
 
 def _body(arrival: Arrival, target: Target) -> dict[str, Any]:
+    """Return the body of a request to /v1/completions."""
     return {
         "model": target.model,
         "prompt": arrival.prompt,

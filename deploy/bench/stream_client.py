@@ -125,6 +125,7 @@ class Connection(asyncio.Protocol):
             self.retry_after = value.decode()
 
     def on_body(self, body: bytes) -> None:
+        """Take a part of the body; called by the parser."""
         lines = (self._line + body).split(b"\n")
         self._line = lines.pop()
         if self.status == 200:
@@ -133,6 +134,7 @@ class Connection(asyncio.Protocol):
                     self._event(line[5:].strip(), self._now_s)
 
     def on_message_complete(self) -> None:
+        """Take the end of a reply; called by the parser."""
         if self.status != 200:
             again = f", again after {self.retry_after} s" if self.retry_after else ""
             self._answered.fault = f"{self.status}{again}: {self._line[:300].decode(errors='replace')}"
@@ -141,6 +143,7 @@ class Connection(asyncio.Protocol):
             self.close()
 
     def _event(self, payload: bytes, now_s: float) -> None:
+        """Take one event of a stream."""
         if payload == b"[DONE]":
             if self._answered.fault == "unfinished":
                 self._answered.fault = ""
@@ -191,6 +194,7 @@ class Pool:
             connection.close()
 
     async def _connection(self) -> Connection:
+        """Return an idle connection, or open one."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open:

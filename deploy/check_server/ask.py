@@ -135,6 +135,7 @@ class Asker:
 
     @contextlib.asynccontextmanager
     async def _sent(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[httpx.Response]:
+        """Send a request; yields the reply with its body unread. Raises ConfigError without a reply."""
         url, document = f"{self._server.url}{path}", {"model": self._model, **body}
         try:
             async with self._client.stream("POST", url, json=document, headers=self._server.headers) as reply:

@@ -38,11 +38,13 @@ def draft_method(folder: Path) -> str:
     return method
 
 
-def block_shape(folder: Path, target: Path) -> dict[str, Any]:
-    """Return the shape to draft with the block draft in `folder`, an upper limit (`speculative.adaptive`): a tree of
-    the block's depth. Empty for other heads.
+def block_tree_keys(folder: Path, target: Path) -> dict[str, Any]:
+    """Return the keys of the section `speculative` that set the tree of a block draft; {} for other methods.
 
-    The engine chooses among chains and narrower trees by load and text (`TreeShape.smaller`).
+    The tree is as deep as the block. It is an upper limit (`speculative.adaptive`): the engine chooses among chains
+    and narrower trees by load and text (`TreeShape.smaller`).
+
+    folder, target: model folders of the draft and of the target.
     """
     config, method = _config(folder), draft_method(folder)
     if method not in BLOCK_METHODS:
@@ -53,6 +55,7 @@ def block_shape(folder: Path, target: Path) -> dict[str, Any]:
     in_speculators = "speculators_model_type" in config
     size = fields.get("block_size") or (8 if in_speculators else 16)
     kind = str(config.get("speculators_model_type") or draft_architecture(config)).lower()
+    # The anchor is the block's first row, of the newest token. If it predicts nothing, the tree has a level less.
     from_anchor = fields.get("sample_from_anchor", fields.get("shift_label", "dspark" in kind))
     depth = int(size) - (not from_anchor)
     if depth < 2:
@@ -71,6 +74,7 @@ def _has_experts(target: Path) -> bool:
 
 
 def _config(folder: Path) -> dict[str, Any]:
+    """Return config.json of the draft in `folder`. Raises ConfigError."""
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -48,17 +48,20 @@ class Key:
 
 
 def keys(section: str) -> list[Key]:
-    """Return the keys of a section, or the key of this name outside of sections. Raises ConfigError."""
-    owner: type = KeyConfig
+    """Return the keys of a section; of a name outside of sections, that key alone. "ingress.api_keys" names the keys of
+    an API key. Raises ConfigError."""
     prefix = ""
-    if section != "ingress.api_keys":
-        if section not in AerieConfig.model_fields:
-            raise ConfigError(f"--keys {section}: no such section; there are {', '.join(AerieConfig.model_fields)}")
-        kinds = [kind for kind in _types(section) if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
-        owner, prefix = (kinds[0], f"{section}.") if kinds else (AerieConfig, "")
-    defaults = {section: AerieConfig.model_fields[section].default} if owner is AerieConfig else {}
+    if section == "ingress.api_keys":
+        owner: type = KeyConfig
+    elif section not in AerieConfig.model_fields:
+        raise ConfigError(f"--keys {section}: no such section; there are {', '.join(AerieConfig.model_fields)}")
+    else:
+        classes = [kind for kind in _types(section) if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
+        owner, prefix = (classes[0], f"{section}.") if classes else (AerieConfig, "")
     if dataclasses.is_dataclass(owner):
         defaults = {field.name: field.default for field in dataclasses.fields(owner)}
+    else:  # AerieConfig, a pydantic model
+        defaults = {section: AerieConfig.model_fields[section].default}
     descriptions, types, declared = _descriptions(owner), get_type_hints(owner), settings(owner)
     return [
         Key(f"{prefix}{name}", _printed(default), descriptions[name], types[name], declared.get(name, Setting()))
@@ -150,6 +153,7 @@ def _options(name: str) -> Iterator[str]:
 
 
 def _spelled(name: str, value: Any) -> Iterator[str]:
+    """Yield a key of a YAML file as words of a command line."""
     if isinstance(value, bool):
         yield f"{name}={str(value).lower()}"  # for flags; `normalised` makes --no-flag of it
     elif isinstance(value, Mapping):

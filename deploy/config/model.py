@@ -15,7 +15,7 @@ import yaml
 
 from aerie.cluster.config import AerieConfig, ConfigError, parse, read_content
 from aerie.deploy.config import hub, vllm_options
-from aerie.deploy.config.drafts import block_shape, draft_method, own_draft
+from aerie.deploy.config.drafts import block_tree_keys, draft_method, own_draft
 from aerie.deploy.config.files import (
     PACKAGED,
     find_config,
@@ -114,7 +114,7 @@ def use_options(args: dict[str, Any], keys: Changes) -> dict[str, Any]:
         else:
             _set(args, key, value, f"{key}={value}")
     if "speculative.path" in keys and not args["speculative"].keys() & {"num_steps", "top_k", "num_draft_tokens"}:
-        args["speculative"] |= block_shape(Path(args["speculative"]["path"]), Path(args["model"]["path"]))
+        args["speculative"] |= block_tree_keys(Path(args["speculative"]["path"]), Path(args["model"]["path"]))
     return args
 
 

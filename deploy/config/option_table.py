@@ -255,6 +255,7 @@ _CHECKED: Sequence[Option] = (
 
 
 def _named(names: Names, keys: Callable[[Any], Changes], is_unused: bool = False) -> list[Option]:
+    """Return the options of a table's entry. keys: makes configuration changes of an option's value."""
     groups = ((names.flags, 0), (names.values, None), (names.lists, "+"))
 
     def spelled(name: str) -> str:

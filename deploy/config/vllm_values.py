@@ -88,6 +88,8 @@ def real_number(value: Any) -> float:
 
 
 def one_of(table: Mapping[str, Any], remedy: str = "") -> Callable[[Any], Any]:
+    """Return a parser that accepts the keys of `table`, and returns their values."""
+
     def read(value: Any) -> Any:
         if str(value) not in table:
             raise OptionError(f"Aerie knows {', '.join(table)}{'; ' + remedy if remedy else ''}")
@@ -112,6 +114,8 @@ _OFF = ("false", "none", "null", "0", "")  # values that ask for nothing
 
 
 def refused(remedy: str) -> Callable[[Any], Changes]:
+    """Return a parser that accepts only values that switch the option off."""
+
     def refuse(value: Any) -> Changes:
         if str(value).lower() in _OFF:
             return {}
@@ -143,6 +147,7 @@ def origins(value: Any) -> Changes:
 
 
 def json_object(value: Any) -> Mapping[str, Any]:
+    """Parse a JSON object. Raises OptionError."""
     try:
         parsed = json.loads(value) if isinstance(value, str) else value
     except ValueError as error:

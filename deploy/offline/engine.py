@@ -247,6 +247,7 @@ class OfflineEngine:
 
 
 def _config(model: str | Path, draft: str | None, revision: str | None, options: Mapping[str, Any]) -> AerieConfig:
+    """Return the configuration for `LLM`'s arguments. model: a checkpoint, name on the hub, or configuration file."""
     options = {name: value for name, value in options.items() if value is not None}
     if unknown := [name for name in options if not vllm_options.is_option(name)]:
         raise TypeError(f"{unknown[0]}: LLM has no such option; docs/coming-from-vllm.md lists them")

@@ -96,12 +96,14 @@ def _start_cleaner(folder: Path) -> None:
     try:
         os.setsid()
         if os.fork() == 0:
-            _keep(folder, guard)
+            _remove_files_at_end(folder, guard)
     finally:
         os._exit(0)
 
 
-def _keep(folder: Path, guard: int) -> None:
+def _remove_files_at_end(folder: Path, guard: int) -> None:
+    """Remove the server's files after it has ended, if the guard could not because it was killed. Runs in a process of
+    its own."""
     set_name("aerie-keeper")
     for number in _PASSED_ON:
         signal.signal(number, signal.SIG_IGN)

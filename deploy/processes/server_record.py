@@ -147,6 +147,7 @@ def addresses_of(pids: Iterable[int]) -> set[str]:
 
 
 def _values(pids: Iterable[int], options: Iterable[str]) -> set[str]:
+    """Return the values of these options on the processes' command lines. options: with their `=`."""
     values = set()
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -95,6 +95,8 @@ class _ObservedExperts(UnquantizedExperts):
         self._name, self._moments = name, moments
 
     def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None = None) -> Tensor:
+        """Record the inputs of gate and up projections, and per expert those of its down projection; then compute the
+        experts."""
         assert isinstance(x, Tensor), "fp8_inputs is None"
         self._moments.add(self._name, x)
         chosen, _ = router.choose()
@@ -127,6 +129,7 @@ def read_texts(folder: Path, sources: Sequence[str], num_rows: int, max_tokens: 
 
 
 def _tokens(tokenizer: ChatTokenizer, row: Conversation) -> list[int]:
+    """Return the tokens of a conversation in the chat template; of plain text for a model without one."""
     try:
         text = tokenizer.render(row.messages(), add_generation_prompt=False)
     except ChatTemplateError:  # a base model has none

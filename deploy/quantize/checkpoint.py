@@ -89,6 +89,7 @@ class Job:
         self.progress = Progress(*columns, console=Console(stderr=True), transient=True)
 
     def run(self) -> QuantizedCheckpoint:
+        """Write the checkpoint to an unfinished folder, check that it loads, and measure the loss before and after."""
         texts = self._held_out()
         with unfinished(self.output) as folder, self.progress:
             self._check_space()

@@ -74,6 +74,7 @@ class Source:
         self.by_module = {entry.module: entry for entry in self.entries.values() if entry.name.endswith(".weight")}
 
     def _entries(self) -> Iterator[Entry]:
+        """Yield an entry for each tensor of the checkpoint, from the headers of its files."""
         for path in checkpoint_files(self.folder):
             with opened(path, META) as file:
                 for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
@@ -138,12 +139,11 @@ def chosen_layers(source: Source, ignored: Sequence[str], head: bool, multiple: 
     """
     unused, chosen = set(ignored), []
     for layer in source.layers:
-        left = {entry for entry in ignored if any(_is_meant(entry, module) for module in layer.modules)}
-        unused -= left
+        unused -= {entry for entry in unused if any(_names_module(entry, module) for module in layer.modules)}
         if layer.modules == (HEAD,) and not head:
             continue
         modules = [
-            module for module in layer.modules if not any(_is_meant(entry, module) for entry in (*left, *_GATES))
+            module for module in layer.modules if not any(_names_module(entry, module) for entry in (*ignored, *_GATES))
         ]
         if modules:
             chosen.append(replace(layer, modules=tuple(modules)))
@@ -158,11 +158,13 @@ def chosen_layers(source: Source, ignored: Sequence[str], head: bool, multiple: 
     return chosen
 
 
-def _is_meant(entry: str, module: str) -> bool:
+def _names_module(entry: str, module: str) -> bool:
+    """Return whether an entry of `--ignore` names the module."""
     return matches(entry, module) or fnmatchcase(module, entry)
 
 
 def _check(source: Source, layer: Layer, multiple: int) -> None:
+    """Raise ConfigError unless each module of a layer has a matrix, with a multiple of `multiple` inputs."""
     missing = [module for module in layer.modules if len(getattr(source.by_module.get(module), "shape", ())) != 2]
     if missing:
         raise ConfigError(

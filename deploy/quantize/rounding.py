@@ -223,6 +223,7 @@ class ShardWriter:
         self._waiting_bytes += size
 
     def _flush(self) -> None:
+        """Write the waiting tensors to the next file."""
         path = self._folder / f"{len(self._names)}.safetensors"
         try:
             save_file(self._waiting, str(path), {"format": "pt"})

@@ -60,6 +60,7 @@ def checked_address(host: object, port: object, listens: bool = True) -> Address
 
 
 def _remedy(host: str, port: int, error: OSError) -> str:
+    """Return the error of an address at which the server cannot listen, with a remedy."""
     if error.errno == errno.EADDRINUSE:
         return f"http_options.port={port}: {host}:{port} is in use; stop that, or choose another (--port)"
     if error.errno in (errno.EACCES, errno.EPERM):
@@ -99,6 +100,7 @@ class Announcement:
         self._thread.join()
 
     def _run(self) -> None:
+        """Print the address once the server answers there."""
         while not self._stopped.wait(_POLL_S):
             if self._console.ready.is_set() and self._answers():
                 break

@@ -141,6 +141,7 @@ class Console:
             self.ready.set()
 
     def _take_progress(self, read: StepProgress, text: str) -> None:
+        """Show progress: in the live view, or as a line every few seconds."""
         now_s = time.monotonic()
         if self._view is not None:
             self._view.progress(read)
@@ -149,6 +150,7 @@ class Console:
             self.say(text)
 
     def _other(self, line: str) -> None:
+        """Print or log a line that is none of Aerie's own."""
         with self._lock:
             if self._shown.closed:
                 return

@@ -140,6 +140,7 @@ class ProcessWatch(Watch):
         self._since_s: dict[tuple[int, str], float] = {}  # processes that were stopped or zombies at the last check
 
     def look(self) -> None:
+        """Note the server's processes, end those that have been stopped for too long, and reap zombies."""
         if sys.platform != "linux":
             return
         tree, now_s = process_tree(os.getpid()), time.monotonic()
@@ -188,6 +189,7 @@ class StartWatch(Watch):
         self._stopped.set()
 
     def look(self) -> None:
+        """Look at the applications once: end the server if the start has failed, and the watch once they run."""
         current = read_applications()
         applications = {
             name: application for name, application in current.items() if self._names is None or name in self._names
@@ -202,10 +204,10 @@ class StartWatch(Watch):
 
 def failure(applications: Mapping[str, Application], since: float = 0.0) -> str:
     """Return the reason that one of these applications cannot start; "" if all can. since: Unix time of the start."""
-    from aerie.cluster.replica.engine import remembered
+    from aerie.cluster.replica.engine import start_refusal
 
     for name, application in applications.items():
-        if reason := remembered(name, since=since):
+        if reason := start_refusal(name, since=since):
             return f"the engine could not start: {reason}"
         if application.status == "DEPLOY_FAILED":
             last = application.message.strip().splitlines()

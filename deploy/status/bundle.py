@@ -206,6 +206,7 @@ def _sessions() -> list[Path]:
 
 
 def _newest(paths: Iterable[Path], now_s: float) -> list[Path]:
+    """Return the recently changed log files, newest first."""
     changed: dict[Path, float] = {}
     for path in paths:
         with contextlib.suppress(OSError):

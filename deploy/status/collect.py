@@ -49,6 +49,7 @@ def read_report(address: str, name: str | None) -> Report:
 
 
 def _engines(application: str) -> list[EngineStatus]:
+    """Return the state of the application's engines, by asking their coordinators."""
     asked = {
         name: coordinator.stats.remote() for name, coordinator in sorted(find_coordinators(application, {}).items())
     }

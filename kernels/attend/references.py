@@ -11,7 +11,7 @@ from aerie.kernels.kv.tree_masks import seen_columns
 
 def decode(q: Tensor, kv: LayerKV, batch: DecodeBatch, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
     """Return attention of the rows of a round, [B * R, q_heads, head_dim] float64. Arguments: `attend_decode`."""
-    batch = batch.through(rule.window)
+    batch = batch.for_window(rule.window)
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
     group, out = q.shape[1] // num_kv_heads, torch.empty(q.shape, dtype=torch.float64, device=q.device)
     for b, prefix in enumerate(batch.prefix_len.tolist()):
@@ -32,7 +32,7 @@ def decode(q: Tensor, kv: LayerKV, batch: DecodeBatch, rule: ScoreRule, sinks: T
 
 def prefill(q: Tensor, kv: LayerKV, batch: PrefillBatch, rule: ScoreRule, sinks: Tensor | None = None) -> Tensor:
     """Return attention of prompt chunks, [rows, q_heads, head_dim] float64. Arguments: `attend_prefill`."""
-    batch = batch.through(rule.window)
+    batch = batch.for_window(rule.window)
     page_size, num_kv_heads, head_dim = kv.k.shape[1:]
     group, out = q.shape[1] // num_kv_heads, torch.empty(q.shape, dtype=torch.float64, device=q.device)
     starts, indptr, reach = batch.starts.tolist(), batch.qo_indptr.tolist(), batch.reach(rule.within_images)

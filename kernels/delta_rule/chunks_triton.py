@@ -364,8 +364,8 @@ def delta_rule_chunks(
     out: Tensor,
     tiles: ChunkTiles | None = None,
 ) -> None:
-    """`aerie.kernels.delta_rule.chunks.delta_rule_chunks`. Allocates `scratch_bytes`. tiles: default
-    `chunk_tiles`."""
+    """Implement `aerie.kernels.delta_rule.chunks.delta_rule_chunks`: write the gated outputs of prompt chunks to out
+    [N, Hv * dv], and advance the states of their slots by all rows. Allocates `scratch_bytes`."""
     heads, num_rows, num_chunks = kept.heads, out.shape[0], tables.slots.shape[0]
     dtype, device = scratch_dtype(heads, rows.qkv.dtype), out.device
     x = torch.empty((num_rows, heads.channels), dtype=dtype, device=device)

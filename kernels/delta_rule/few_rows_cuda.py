@@ -77,7 +77,8 @@ def constants_of(
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
-    """`aerie.kernels.delta_rule.rounds.delta_rule_rounds` for a few rows per request."""
+    """Implement `aerie.kernels.delta_rule.rounds.delta_rule_rounds` for a few rows per request: write the gated outputs
+    of new rows to `out`, and advance the states by the committed rows only."""
     batch, width = tables.mask.shape
     early = Capability.of(out.device).supports_pdl
     tiles = tiles_of(kept.heads.value_heads * batch)

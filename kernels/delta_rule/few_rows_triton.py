@@ -238,7 +238,8 @@ def few_row_tiles(value_dim: int, programs: int) -> FewRowTiles:
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
-    """`aerie.kernels.delta_rule.rounds.delta_rule_rounds` for a few rows per request."""
+    """Implement `aerie.kernels.delta_rule.rounds.delta_rule_rounds` for a few rows per request: write the gated outputs
+    of new rows to `out`, and advance the states by the committed rows only."""
     heads, (batch, width) = kept.heads, tables.mask.shape
     tiles = few_row_tiles(heads.value_dim, heads.value_heads * batch)
     _delta_few_rows[(heads.value_heads, batch)](

@@ -388,7 +388,7 @@ def _run(
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
-    """Implement `aerie.kernels.delta_rule.rounds.delta_rule_rounds`."""
+    """Implement `aerie.kernels.delta_rule.rounds.delta_rule_rounds` for deterministic engines."""
     assert tables.mask.shape[1] <= MAX_ROWS
     _run(rows, weights, kept, tables, out)
 
@@ -396,5 +396,5 @@ def delta_rule_rounds(
 def delta_rule_chunks(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: ChunkTables, out: Tensor
 ) -> None:
-    """Implement `aerie.kernels.delta_rule.chunks.delta_rule_chunks`."""
+    """Implement `aerie.kernels.delta_rule.chunks.delta_rule_chunks` for deterministic engines."""
     _run(rows, weights, kept, tables, out)

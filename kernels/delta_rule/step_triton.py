@@ -208,7 +208,8 @@ WARPS = 4  # per program
 def delta_rule_rounds(
     rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
-    """`aerie.kernels.delta_rule.rounds.delta_rule_rounds` for one row per request."""
+    """Implement `aerie.kernels.delta_rule.rounds.delta_rule_rounds` for one row per request: write the gated outputs of
+    new rows to `out`, and advance the states by the committed rows only."""
     heads, batch = kept.heads, tables.mask.shape[0]
     _delta_step[(heads.value_heads, batch)](
         rows.qkv, rows.z, rows.b, rows.a, out, weights.conv, weights.a_log, weights.dt_bias, weights.norm,

@@ -281,7 +281,8 @@ def delta_rule_rounds(
 
 
 def replay_rows(kept: DeltaState, weights: AllWeights, tables: RoundTables) -> None:
-    """Implement `aerie.kernels.delta_rule.rounds.replay_rows`."""
+    """Implement `aerie.kernels.delta_rule.rounds.replay_rows`: advance the states of all layers by the committed rows
+    of the slots of a wide round, before the layers run."""
     _launch_replay(kept, (weights.addresses, None, None, None), kept.state.shape[0], tables)
 
 

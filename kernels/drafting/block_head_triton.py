@@ -175,7 +175,12 @@ def _gru_step(input_ptr, hidden_ptr, state_ptr, out_ptr, size, BLOCK: tl.constex
 
 
 def gru_step(inputs: Tensor, hidden: Tensor, state: Tensor) -> Tensor:
-    """Implement `aerie.kernels.drafting.block_head.gru_step`."""
+    """Implement `aerie.kernels.drafting.block_head.gru_step`: return the next states [n, S] of a gated recurrent unit
+    without biases (torch.nn.GRU).
+
+    inputs, hidden: [n, 3 S], contiguous: inputs and states times their weights; gates reset, update and new.
+    state: [n, S], contiguous.
+    """
     out = torch.empty_like(state)
     rows, size = state.shape
     _gru_step[(rows, triton.cdiv(size, BLOCK))](inputs, hidden, state, out, size, BLOCK=BLOCK, num_warps=4)

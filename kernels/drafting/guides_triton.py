@@ -126,18 +126,21 @@ def _launch(
 
 
 def begin(guides: GuideTable, slots: Tensor, nodes: Tensor, bonus: Tensor) -> Tensor:
-    """Implement `aerie.kernels.drafting.guides.begin`."""
+    """Implement `aerie.kernels.drafting.guides.begin`: return the grammars' states [B, 1] int32 after the newest token
+    `bonus` [B] of requests, which follows node `nodes` [B] of their verified trees."""
     return _launch(guides, slots, nodes.contiguous(), None, bonus.contiguous().unsqueeze(1), begin=True)[1]
 
 
 def follow_chain(guides: GuideTable, slots: Tensor, states: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Implement `aerie.kernels.drafting.guides.follow_chain`."""
+    """Implement `aerie.kernels.drafting.guides.follow_chain`: return the tokens of a chain's next level [B], forced
+    where the grammar allows only one, and the states [B, 1] after them."""
     tokens, states = _launch(guides, slots, states, None, tokens.contiguous().unsqueeze(1), force=True)
     return tokens.squeeze(1), states
 
 
 def follow_level(guides: GuideTable, slots: Tensor, states: Tensor, level: Level) -> Tensor:
-    """Implement `aerie.kernels.drafting.guides.follow_level`."""
+    """Implement `aerie.kernels.drafting.guides.follow_level`: return the grammars' states [B, k] int32 after the nodes
+    of a tree's level. states: [B, R] after the level above."""
     return _launch(guides, slots, states, level.parent, level.tokens.contiguous())[1]
 
 

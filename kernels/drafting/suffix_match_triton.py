@@ -156,8 +156,15 @@ def _propose(
 def find_matches(
     history: Tensor, slots: Tensor, seq_len: Tensor, limits: MatchLimits, chains: Tensor, max_tokens: int
 ) -> Tensor:
-    """`aerie.kernels.drafting.suffix_match.find_matches`. Programs loop over the slot's text, so the grid does not
-    depend on its length, and a captured graph works for all lengths."""
+    """Implement `aerie.kernels.drafting.suffix_match.find_matches`: look up each request's newest tokens in its earlier
+    text, and propose the tokens that followed them. Programs loop over the slot's text, so the grid does not depend on
+    its length, and a captured graph works for all lengths.
+
+    history: [S, T] int32 tokens by slot.
+    slots, seq_len: [B] int64; [S] int32 committed tokens.
+    chains: [S, K] int64, written: the proposals; NO_TOKEN without a match.
+    Returns [B] int64: length of the match, 0 without one.
+    """
     batch, num_nodes = slots.shape[0], chains.shape[1]
     programs = min(_MAX_PROGRAMS, triton.next_power_of_2(triton.cdiv(history.shape[1], _BLOCK)))
     best = torch.empty((batch, programs), dtype=torch.int64, device=slots.device)
@@ -234,7 +241,8 @@ def _attach_chains(
 
 
 def attach_chains(trees: Tree, slots: Tensor, chains: Tensor, first: int) -> None:
-    """`aerie.kernels.drafting.suffix_match.attach_chains`. One program of one warp per request."""
+    """Implement `aerie.kernels.drafting.suffix_match.attach_chains`: add each slot's chain to its tree as a branch, in
+    the nodes from `first` on. One program of one warp per request."""
     fields, num_nodes = trees.fields, chains.shape[1]
     width = fields[0].shape[1]
     _attach_chains[(slots.shape[0],)](

@@ -127,7 +127,8 @@ def _quantize(
 
 
 def quantize_rows(x: Tensor, by_group: bool, rows_together: bool = False, gated: bool = False) -> Fp8Rows:
-    """`aerie.kernels.fp8.rows.quantize_rows`."""
+    """Implement `aerie.kernels.fp8.rows.quantize_rows`: return x [rows, size] in FP8 with scales per row or per group;
+    of gated x [rows, 2 * size], silu(gate) * up."""
     rows, size = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     out = Fp8Rows.empty(rows, size, by_group, rows_together, x.device)
     if rows == 0:
@@ -191,7 +192,8 @@ def _fp8_norm(
 
 
 def fp8_rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out: Fp8Rows) -> Fp8Rows:
-    """`aerie.kernels.fp8.product.fp8_rms_norm`."""
+    """Implement `aerie.kernels.fp8.product.fp8_rms_norm`: write x / rms(x) * weight in FP8 to `out`. With a residual,
+    add x to it first, and write the norm of the sum."""
     rows, size = out.values.shape
     if rows == 0:
         return out

@@ -184,7 +184,7 @@ class OrderedGEMM(TorchGEMM):
 
     @classmethod
     def of(cls, weight: Tensor, options: GEMMOptions) -> "OrderedGEMM":
-        """Implement `aerie.kernels.gemm.choice.choose_gemm`."""
+        """Implement `aerie.kernels.gemm.choice.choose_gemm`: return the GEMM of a final weight [out, in]."""
         assert options.workspace is not None, "served"
         return cls(weight, options.workspace)
 

@@ -357,7 +357,7 @@ class SkinnyGEMM(TorchGEMM):
 
     @classmethod
     def of(cls, weight: Tensor, options: GEMMOptions) -> "SkinnyGEMM":
-        """Implement `aerie.kernels.gemm.choice.choose_gemm`."""
+        """Implement `aerie.kernels.gemm.choice.choose_gemm`: return the GEMM of a final weight [out, in]."""
         assert options.workspace is not None, "served"
         return cls(weight, options.workspace)
 

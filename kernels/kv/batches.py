@@ -69,8 +69,8 @@ class DecodeBatch:
         sees all of its suffix."""
         return self.rows == 1 or self.chain or self.mode is Mode.DRAFT_EXTEND
 
-    def through(self, window: int | None) -> "DecodeBatch":
-        """Return this batch for a layer with `window`."""
+    def for_window(self, window: int | None) -> "DecodeBatch":
+        """Return this batch for a layer in which rows see at most `window` tokens; None: no limit of its own."""
         narrowed = narrower(self.window, window)
         return self if narrowed == self.window else replace(self, window=narrowed)
 
@@ -96,7 +96,7 @@ class ChunkLists:
     counts: tuple[int, ...]
 
     @property
-    def seen(self) -> tuple[int, ...]:
+    def num_attended(self) -> tuple[int, ...]:
         """Return the number of tokens that each chunk attends to, including its own; 0 without rows."""
         return tuple(start + n if n else 0 for start, n in zip(self.starts, self.counts, strict=True))
 
@@ -195,8 +195,8 @@ class PrefillBatch:
         packed = to_device(host, page_table.device)
         return PrefillBatch(packed[: num_chunks + 1], packed[begin:], page_table, num_rows or used, lists)
 
-    def through(self, window: int | None) -> "PrefillBatch":
-        """Return this batch for a layer with `window`."""
+    def for_window(self, window: int | None) -> "PrefillBatch":
+        """Return this batch for a layer in which rows see at most `window` tokens; None: no limit of its own."""
         narrowed = narrower(self.window, window)
         return self if narrowed == self.window else replace(self, window=narrowed)
 
@@ -210,7 +210,7 @@ class PrefillBatch:
         return self.page_table.shape[0]
 
     @property
-    def known(self) -> ChunkLists:
+    def host_lists(self) -> ChunkLists:
         """Return `lists`; on a CPU, read from the tensors if it is None."""
         if self.lists is not None:
             return self.lists

@@ -211,7 +211,8 @@ def head_products(
 
 
 def rounded_values(x: Tensor, weight: Tensor, key_dim: int, rows_together: bool, fixed: bool) -> Fp8Rows:
-    """`aerie.kernels.latent.head_products.latent_values` for any number of rows."""
+    """Return x [rows, heads, latent], the attention output, times each head's value matrix, in FP8 with scales per
+    group: `aerie.kernels.latent.head_products.latent_values` for any number of rows."""
     rows, heads, latent = x.shape
     out = Fp8Rows.empty(rows, heads * GROUP, True, rows_together, x.device)
     head_products(x, weight.view(heads, -1, latent)[:, key_dim:].transpose(1, 2), out, fixed=fixed)
@@ -256,7 +257,9 @@ def _latent_values(
 
 
 def latent_values(x: Tensor, weight: Tensor, key_dim: int, rows_together: bool = False, fixed: bool = False) -> Fp8Rows:
-    """`aerie.kernels.latent.head_products.latent_values`. fixed: results have the bits of `rounded_values`."""
+    """Implement `aerie.kernels.latent.head_products.latent_values`: return x [rows, heads, latent], the attention
+    output, times each head's value matrix, in FP8 with scales per group. fixed: results have the bits of
+    `rounded_values`."""
     rows, heads, latent = x.shape
     step = key_dim + GROUP
     assert not rows_together and fits_values(rows, weight)

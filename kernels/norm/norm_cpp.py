@@ -27,6 +27,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Ten
 
 
 def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+    """Call the C++ norm; with a residual, add x to it first."""
     size, out = weight.shape[0], torch.empty_like(x)
     added = None if residual is None else residual.data_ptr()
     rows = x.numel() // max(size, 1)

@@ -96,13 +96,15 @@ def num_warps(block: int) -> int:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`aerie.kernels.norm.norm.rms_norm`, for rows of up to 65,536."""
+    """Implement `aerie.kernels.norm.norm.rms_norm`: return x / rms(x) * weight over the last dimension, of up to
+    65,536."""
     x = x.contiguous()
     return _launch(x, x, weight, eps, has_residual=False)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Implement `aerie.kernels.norm.norm.add_rms_norm`."""
+    """Implement `aerie.kernels.norm.norm.add_rms_norm`: return the RMSNorm of x + residual, and write the sum to
+    residual."""
     return _launch(x, residual, weight, eps, has_residual=True)
 
 
@@ -125,12 +127,12 @@ def _launch(x: Tensor, residual: Tensor, weight: Tensor, eps: float, has_residua
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """Implement `aerie.kernels.norm.norm.silu_mul`."""
+    """Implement `aerie.kernels.norm.norm.silu_mul`: return silu(gate) * up of gate_up [rows, 2 * size]."""
     return _gated(gate_up, gelu=False)
 
 
 def gelu_mul(gate_up: Tensor) -> Tensor:
-    """Implement `aerie.kernels.norm.norm.gelu_mul`."""
+    """Implement `aerie.kernels.norm.norm.gelu_mul`: return gelu(gate) * up of gate_up [rows, 2 * size]."""
     return _gated(gate_up, gelu=True)
 
 

@@ -275,6 +275,10 @@ def _sum_of_splits(cells, there, SIZE: tl.constexpr, SPLITS: tl.constexpr):
 
 @triton.jit
 def _store(acc, out_ptr, row_scale_ptr, bias_ptr, n, m, rows, N: tl.constexpr):
+    """Store acc [outputs, rows], times the outputs' scales and plus the bias.
+
+    n, m: [outputs], [rows] indices, of which those below N and `rows` exist.
+    """
     if row_scale_ptr is not None:
         acc *= tl.load(row_scale_ptr + n, mask=n < N, other=0.0)[:, None]
     if bias_ptr is not None:

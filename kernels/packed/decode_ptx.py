@@ -49,6 +49,7 @@ def _broadcast(pair, name):
 
 @triton.constexpr_function
 def _floats(pair, names, dtype):
+    """Return PTX that converts a pair of 16-bit numbers to two float32 registers."""
     if dtype == tl.bfloat16:
         return [
             f"shl.b32 v, {pair}, 16;",
@@ -61,6 +62,7 @@ def _floats(pair, names, dtype):
 
 @triton.constexpr_function
 def _scale(pair, scale_type, dtype):
+    """Return PTX that multiplies eight words of two numbers by the scales of their outputs."""
     name = "bf16x2" if dtype == tl.bfloat16 else "f16x2"
     if scale_type == dtype:
         return [*_broadcast(pair, "s"), *(f"fma.rn.{name} ${w}, ${w}, s{w % 2}, none;" for w in range(8))]
@@ -74,6 +76,12 @@ def _scale(pair, scale_type, dtype):
 
 @triton.constexpr_function
 def _int4(half, zero, is_bf16):
+    """Return PTX that converts 4-bit integers to eight words of two numbers: bits are put into the mantissa of a power
+    of two, from which that power and the zero point are subtracted.
+
+    half: which 32 of 64 inputs.
+    zero: register with the zero points of two outputs; None: 8.
+    """
     name = "bf16x2" if is_bf16 else "f16x2"
     magic, symmetric, minus = (0x43004300, 0xC308C308, 0xC300C300) if is_bf16 else (0x64006400, 0xE408E408, 0xE400E400)
     if zero is None:
@@ -93,6 +101,8 @@ def _int4(half, zero, is_bf16):
 
 @triton.constexpr_function
 def _int8(zero, is_bf16):
+    """Return PTX that converts 8-bit integers to eight words of two numbers, as `_int4`. The upper bit is added
+    separately, because a bfloat16 mantissa has seven bits."""
     if not is_bf16:
         return _int8_half(zero)
     if zero is None:
@@ -118,6 +128,7 @@ def _int8(zero, is_bf16):
 
 @triton.constexpr_function
 def _int8_half(zero):
+    """Return PTX of `_int8` for float16, whose mantissa has room for eight bits."""
     if zero is None:
         lines = ["mov.b32 z0, 0xe480e480;", "mov.b32 z1, 0xe480e480;"]
     else:
@@ -135,6 +146,8 @@ def _int8_half(zero):
 
 @triton.constexpr_function
 def _e2m1(half, is_bf16, is_whole):
+    """Return PTX that converts FP4 (e2m1) to eight words of two numbers: sign, exponent and mantissa are moved to their
+    places. is_whole: also multiply by the power of two that the shorter exponent lacks."""
     # shift of exponent and mantissa for word 0, their mask, and 2^126 or 2^14
     name = "bf16x2" if is_bf16 else "f16x2"
     up, mask, power = (6, 0x01C001C0, 0x7E807E80) if is_bf16 else (9, 0x0E000E00, 0x74007400)
@@ -155,6 +168,7 @@ def _e2m1(half, is_bf16, is_whole):
 
 @triton.constexpr_function
 def _e2m1_moved(half):
+    """Return PTX that converts FP4 whose bits were moved when packed, in fewer instructions."""
     # by operand of a word: shift of exponent and mantissa, and shift of the sign
     lines = []
     for word in range(8):

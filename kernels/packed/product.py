@@ -123,6 +123,7 @@ def choose_product(weight: PackedWeight, options: GEMMOptions) -> PackedProduct:
 def _served(
     x: Tensor, gate_up: PackedProduct, down: PackedProduct, options: GEMMOptions, out: Tensor | None = None
 ) -> bool:
+    """Return whether one kernel can compute the whole MLP."""
     if x.shape[0] > MAX_ROWS or x.dtype != torch.bfloat16 or options.workspace is None or options.deterministic:
         return False
     for weight in (gate_up.weight, down.weight):

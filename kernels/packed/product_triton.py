@@ -178,7 +178,7 @@ class TritonPackedProduct(PackedProduct):
 
     @classmethod
     def of(cls, weight: PackedWeight, options: GEMMOptions) -> "TritonPackedProduct":
-        """Implement `aerie.kernels.packed.product.choose_product`."""
+        """Implement `aerie.kernels.packed.product.choose_product`: return the product of rows with a final weight."""
         assert options.workspace is not None, "served"
         return cls(weight, options.workspace, options.deterministic)
 

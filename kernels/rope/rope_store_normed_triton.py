@@ -176,12 +176,13 @@ def rope_store(
     slot_mapping: Tensor,
     norms: HeadNorms,
 ) -> Tensor:
-    """`aerie.kernels.rope.rope_store.rope_store` with norms."""
+    """Implement `aerie.kernels.rope.rope_store.rope_store` with norms: return normed and rotated q; write normed and
+    rotated k, and v, to the layer's pages."""
     return _launch(q, k, v, angles, kv, slot_mapping, norms)
 
 
 def rope(q: Tensor, angles: Angles, norms: HeadNorms) -> Tensor:
-    """`aerie.kernels.rope.rope_store.rope` with norms."""
+    """Implement `aerie.kernels.rope.rope_store.rope` with norms: return normed and rotated q."""
     return _launch(q, None, None, angles, None, None, norms)
 
 

@@ -91,12 +91,13 @@ def rope_store(
     slot_mapping: Tensor,
     norms: None = None,
 ) -> Tensor:
-    """`aerie.kernels.rope.rope_store.rope_store`; q in place."""
+    """Implement `aerie.kernels.rope.rope_store.rope_store`: rotate q in place and return it; write rotated k, and v, to
+    the layer's pages."""
     return _launch(q, k, v, angles, kv, slot_mapping)
 
 
 def rope(q: Tensor, angles: Angles, norms: None = None) -> Tensor:
-    """`aerie.kernels.rope.rope_store.rope`; in place."""
+    """Implement `aerie.kernels.rope.rope_store.rope`: rotate q in place and return it."""
     return _launch(q, None, None, angles, None, None)
 
 

@@ -134,7 +134,8 @@ def _commit_one(
 
 
 def commit_one(slots: Tensor, tokens: Tensor, counts: Tensor, tables: CommitTables) -> tuple[Tensor, Tensor]:
-    """`aerie.kernels.slots.commit.commit` for one token per request."""
+    """Implement `aerie.kernels.slots.commit.commit` for one token per request: append it to the slot, and return the
+    number of committed tokens and the finish reason of each request."""
     counts, finish = torch.empty((2, slots.shape[0]), dtype=torch.int64, device=slots.device).unbind(0)
     flags = tables.finished.view(torch.int8)
     _commit_one[(slots.shape[0],)](

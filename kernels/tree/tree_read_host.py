@@ -37,7 +37,8 @@ def read_trees(
 
 
 def write_roots(trees: Tree, slots: Tensor, bonus: Tensor) -> None:
-    """Implement `aerie.kernels.tree.tree_read.write_roots`."""
+    """Implement `aerie.kernels.tree.tree_read.write_roots`: reset the trees of some slots to their root, the newest
+    token."""
     tokens, rows = trees.tokens.numpy(), slots.numpy()
     tokens[rows] = NO_TOKEN
     tokens[rows, 0] = bonus.numpy()[rows]

@@ -61,6 +61,7 @@ def _has_pickle_alone(folder: str | Path) -> bool:
 
 
 def _unpickled(folder: str | Path) -> dict[str, Tensor]:
+    """Return the tensors of pytorch_model.bin. Raises ValueError."""
     path = Path(folder) / _PICKLE
     try:
         try:

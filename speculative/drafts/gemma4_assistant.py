@@ -170,6 +170,7 @@ def _fitted(own: Gemma4Config, layer: int, target: Gemma4Config, kv: int, source
 
 
 def _clusters(raw: Mapping[str, Any], vocab_size: int, source: str) -> VocabClusters | None:
+    """Return the clusters of the vocabulary, by which the head computes only likely logits; None without."""
     if not flag_of(raw, "use_ordered_embeddings", source):
         return None
     count = size_of(raw, "num_centroids", source, 2048)

@@ -77,6 +77,7 @@ def split_validation(
 
 
 def _files(path: Path) -> list[Path]:
+    """Return the files of rows at a path. Raises TrainingError."""
     if path.is_dir():
         files = sorted(file for file in path.rglob("*") if file.suffix in (".json", ".jsonl"))
         if not files:
@@ -90,6 +91,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _read_file(path: Path) -> Iterator[Conversation]:
+    """Yield the conversations of a file. Raises RowError."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
@@ -120,6 +122,7 @@ def _parse(text: str, source: str) -> Any:
 
 
 def _conversation(row: Any, source: str) -> Conversation:
+    """Return a row as a conversation, from any of the known formats. source: file and row, for errors."""
     if not isinstance(row, dict):
         raise RowError(f"{source}: a row must be a JSON object, not {type(row).__name__}")
     if "messages" in row:
@@ -142,6 +145,7 @@ def _conversation(row: Any, source: str) -> Conversation:
 
 
 def _messages(messages: Any, source: str) -> Conversation:
+    """Return a list of chat messages as a conversation."""
     turns = []
     if not isinstance(messages, list) or not messages:
         raise RowError(f"{source}: 'messages' must be a list of at least one turn")

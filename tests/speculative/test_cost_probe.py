@@ -47,7 +47,7 @@ class ModelOfCosts:
     def step(self, batch: StepBatch) -> StepTensors:
         num_requests, kv_tokens, chunk, context = batch.num_requests, self._kv_tokens(batch), 0, 0
         if batch.chunks is not None:
-            lists = batch.chunks.batch.known
+            lists = batch.chunks.batch.host_lists
             chunk, context = sum(lists.counts), lists.starts[0]
         self.now_ms += self._slowness * self.ms(batch.shape, num_requests, kv_tokens, chunk, context)
         self.batches.append(batch)

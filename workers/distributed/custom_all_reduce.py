@@ -150,6 +150,7 @@ class CustomAllReduce:
         return out
 
     def _one_shot(self, x: Tensor, out: Tensor, norm: tuple[Tensor, Tensor, float] | None) -> None:
+        """Run the one-shot all-reduce. The first call divides the inbox by the width of its rows, for all calls."""
         if self._inbox is None:
             pairs = x.shape[1] // 2
             capacity = min(self.limits.one_shot // (4 * pairs), len(self._epochs))
@@ -263,6 +264,7 @@ def _own_peer(device: torch.device) -> Peer:
 
 
 def _torch_problem() -> str:
+    """Return why torch cannot map the memory of other GPUs; "" if it can."""
     try:
         import torch.distributed._symmetric_memory
         import triton  # noqa: F401

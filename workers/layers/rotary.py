@@ -156,6 +156,7 @@ def with_rope_scaling(config: dict[str, Any], scaling: Mapping[str, Any], source
 
 
 def _longest(config: Mapping[str, Any], scaling: Mapping[str, Any], source: str) -> int:
+    """Return the positions to which the scaled RoPE extends the model. Raises ValueError."""
     present = config.get("max_position_embeddings", 2048)
     original = scaling.get("original_max_position_embeddings", present)
     factor = scaling.get("factor", 1.0)

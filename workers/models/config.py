@@ -246,6 +246,7 @@ def rope_of(config: Mapping[str, Any], source: str) -> RopeConfig:
 
 
 def _scaled_rope(scaling: Mapping[str, Any], theta: float, kind: str, source: str) -> RopeConfig:
+    """Read the parameters of a scaled RoPE (linear, llama3, proportional and others)."""
     return RopeConfig(
         theta=theta,
         kind=kind,
@@ -283,6 +284,7 @@ def _proportion_of(scaling: Mapping[str, Any], source: str) -> float:
 
 
 def _yarn_of(scaling: Mapping[str, Any], theta: float, source: str) -> RopeConfig:
+    """Read the parameters of YaRN (arXiv 2309.00071)."""
     for key in ("factor", "original_max_position_embeddings"):
         if scaling.get(key) is None:
             raise ValueError(f"{source}: rope_type='yarn' needs {key!r} in rope_scaling; download it again")

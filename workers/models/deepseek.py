@@ -189,6 +189,7 @@ def _read_routing(config: dict[str, Any], source: str, is_v3: bool) -> Routing:
 
 
 def _refuse_unsupported(config: dict[str, Any], source: str) -> None:
+    """Raise ValueError for values of the configuration that the model does not implement."""
     for key, only in (
         ("hidden_act", "silu"),
         ("attention_bias", False),

@@ -121,7 +121,9 @@ def weight_names(config: GraniteConfig) -> NameMap:
     if config.experts is not None:
         stacked = ("input_linear.weight", "output_linear.weight")
         packed += stacked_experts(experts, config.experts.routing.num_experts, *stacked)
-    return replace(names, rules={**rules, **names.rules, **rules}, packed=tuple(packed))
+    # ours before Llama's, because the first rule that matches a path applies
+    rest = {path: name for path, name in names.rules.items() if path not in rules}
+    return replace(names, rules=rules | rest, packed=tuple(packed))
 
 
 FAMILY = ModelFamily(read_config, GraniteForCausalLM, weight_names, is_served)

@@ -123,6 +123,7 @@ def read_config(config: dict[str, Any], source: str) -> LlamaConfig:
 
 
 def _head_dim(config: dict[str, Any], hidden: int, heads: int, source: str) -> int:
+    """Return the dimension of a head. Raises ValueError for an odd one."""
     size = size_of(config, "head_dim", source, hidden // heads)
     if size < 2 or size % 2:
         raise ValueError(
@@ -133,6 +134,7 @@ def _head_dim(config: dict[str, Any], hidden: int, heads: int, source: str) -> i
 
 
 def _refuse_unsupported(config: dict[str, Any], source: str) -> None:
+    """Raise ValueError for values of the configuration that the model does not implement."""
     act = config.get("hidden_act", "silu")
     if act != "silu":
         raise ValueError(f"{source}: hidden_act={act!r} is not supported; only silu is")

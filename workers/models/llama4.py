@@ -137,6 +137,7 @@ def weight_names(config: Llama4Config) -> NameMap:
 
 
 def _layer_rules(path: str, name: str) -> dict[str, str]:
+    """Return the name rules of one kind of layer; Llama's for what Llama 4 has in common with it."""
     mlp = {
         f"{path}.mlp.gate_up": f"{name}.feed_forward.{{part}}",
         f"{path}.mlp.{{module}}": f"{name}.feed_forward.{{module}}",

@@ -143,6 +143,7 @@ def load_target(
     """Load this rank's shard of the target. Raises ValueError as `fill_target` does.
 
     max_position: rows of the rotary table, an exclusive bound on positions.
+    capture: layers whose outputs a draft reads.
     deterministic: see `finish_weights`.
     advance: called with the number of loaded bytes and of all bytes.
     """
@@ -223,7 +224,13 @@ def allocate_target(
     dtype: torch.dtype,
     name: str,
 ) -> TargetModel:
-    """Build this rank's part of the target with uninitialised parameters. Arguments: see `load_target`."""
+    """Build this rank's part of the target with uninitialised parameters.
+
+    max_position: rows of the rotary table, an exclusive bound on positions.
+    capture: layers whose outputs a draft reads.
+    dtype: of parameters that are not quantised.
+    name: of the model, for errors.
+    """
     family = family_of_config(config, name)
     return allocate(
         lambda: family.model(config, group, max_position, device, capture),
@@ -266,6 +273,7 @@ def _memory_for(planned: Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Set torch's default dtype within the context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

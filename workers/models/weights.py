@@ -117,6 +117,8 @@ def counted(tensors: Iterable[CheckpointTensor], folder: str | Path, advance: Ad
 
 
 def _read(file: Any, name: str, device: torch.device, path: Path) -> Tensor:
+    """Read a tensor of a safetensors file. On the meta device, only its shape, but for scalars, whose values are
+    needed."""
     header = file.get_slice(name)
     dtype = _TYPES.get(header.get_dtype())
     if dtype is None:

@@ -156,23 +156,23 @@ class FloatQuant(QuantMethod):
     """Every linear layer and expert has the scheme, except those that the checkpoint lists.
 
     ignored: entries of modules that keep the model's dtype.
-    names: (entry, name of a module) -> whether the entry names it.
+    matches: (entry, name of a module) -> whether the entry names it.
     only_experts: whether only experts are quantised.
-    other_inputs: how activations differ from what the checkpoint intends, for the log; None: not at all.
+    inputs_note: how activations differ from what the checkpoint intends, for the log; None: not at all.
     """
 
     scheme: Fp4Scheme | Fp8Scheme
     ignored: tuple[str, ...] = ()
-    names: Callable[[str, str], bool] = is_named
+    matches: Callable[[str, str], bool] = is_named
     only_experts: bool = False
-    other_inputs: str | None = None
+    inputs_note: str | None = None
 
     def ignores(self, name: str) -> bool:
         """Return whether a module of the checkpoint is not quantised."""
-        return any(self.names(entry, name) for entry in self.ignored)
+        return any(self.matches(entry, name) for entry in self.ignored)
 
     def fallback(self, device: torch.device) -> str | None:
-        return (fp8_fallback(device) if isinstance(self.scheme, Fp8Scheme) else None) or self.other_inputs
+        return (fp8_fallback(device) if isinstance(self.scheme, Fp8Scheme) else None) or self.inputs_note
 
     def linear_method(self, names: Sequence[str], shape: LinearShape) -> LinearMethod:
         if self.only_experts or all_or_none(names, self.ignores):
@@ -203,7 +203,7 @@ def read_fp8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
         only(quantization, source, "activation_scheme", "dynamic", "static")
         left = ("lm_head", *left, *list_of_names(quantization, "ignored_layers", source))
         is_static = quantization.get("activation_scheme") == "static"
-        return FloatQuant(TENSOR, left, other_inputs=PER_TOKEN if is_static else None)
+        return FloatQuant(TENSOR, left, inputs_note=PER_TOKEN if is_static else None)
     only(quantization, source, "fmt", "e4m3")
     only(quantization, source, "activation_scheme", "dynamic")
     are_sizes = isinstance(block, list) and all(type(size) is int and size > 0 for size in block)
@@ -226,7 +226,7 @@ def read_modelopt(quantization: Mapping[str, Any], source: str) -> QuantMethod:
     algorithm = settings.get("quant_algo")
     left = (*list_of_names(settings, "ignore", source), *list_of_names(settings, "exclude_modules", source))
     if algorithm == "FP8":
-        return FloatQuant(TENSOR, left, other_inputs=PER_TOKEN)
+        return FloatQuant(TENSOR, left, inputs_note=PER_TOKEN)
     if algorithm == "FP8_PER_CHANNEL_PER_TOKEN":
         return FloatQuant(CHANNEL, left)
     if algorithm != "NVFP4":
@@ -237,11 +237,12 @@ def read_modelopt(quantization: Mapping[str, Any], source: str) -> QuantMethod:
     size = settings.get("group_size") or 16
     if size != 16:
         raise ValueError(f"{source}: quantization_config.group_size={size!r} is not supported; NVFP4 has 16")
-    return FloatQuant(MODELOPT_NVFP4, left, is_listed, other_inputs=_PLAIN_INPUTS)
+    return FloatQuant(MODELOPT_NVFP4, left, is_listed, inputs_note=_PLAIN_INPUTS)
 
 
 def read_compressed_fp4(quantization: Mapping[str, Any], source: str) -> QuantMethod | None:
-    """Read `quant_method: compressed-tensors` with 4-bit float weights; None for other weights."""
+    """Read `quant_method: compressed-tensors` with 4-bit float weights; None for other weights. source: the checkpoint,
+    for errors."""
     declared = quantization.get("config_groups")
     groups = [group for group in declared.values() if isinstance(group, dict)] if isinstance(declared, dict) else []
     weights = [group.get("weights") or {} for group in groups]
@@ -261,8 +262,10 @@ def read_compressed_fp4(quantization: Mapping[str, Any], source: str) -> QuantMe
         )
     if not weights[0].get("symmetric", True):
         raise ValueError(f"{source}: quantization_config: weights.symmetric=false is not supported for 4-bit floats")
-    other = None if groups[0].get("input_activations") is None else _PLAIN_INPUTS
-    return FloatQuant(schemes[size], list_of_names(quantization, "ignore", source), is_listed, other_inputs=other)
+    ignored = list_of_names(quantization, "ignore", source)
+    quantises_inputs = groups[0].get("input_activations") is not None
+    inputs_note = _PLAIN_INPUTS if quantises_inputs else None
+    return FloatQuant(schemes[size], ignored, is_listed, inputs_note=inputs_note)
 
 
 def read_compressed_fp8(quantization: Mapping[str, Any], source: str) -> QuantMethod:
@@ -282,4 +285,4 @@ def read_compressed_fp8(quantization: Mapping[str, Any], source: str) -> QuantMe
     scheme = TENSOR if groups[0]["weights"]["strategy"] == "tensor" else CHANNEL
     is_static = groups[0]["input_activations"]["strategy"] == "tensor"
     ignored = list_of_names(quantization, "ignore", source)
-    return FloatQuant(scheme, ignored, matches, other_inputs=PER_TOKEN if is_static else None)
+    return FloatQuant(scheme, ignored, matches, inputs_note=PER_TOKEN if is_static else None)

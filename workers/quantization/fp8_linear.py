@@ -133,6 +133,7 @@ class Fp8Linear(DenseLinearMethod):
                 super().finish(self._options)
 
     def _dequantised(self) -> Tensor:
+        """Return the weight in the model's dtype."""
         assert self.weight is not None
         dense = torch.empty(self.weight.shape, dtype=self._dtype, device=self.weight.device)
         for part, scale in zip(self.shape.parts, self.scales, strict=True):

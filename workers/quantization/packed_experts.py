@@ -189,6 +189,7 @@ def _room_for(weight: PackedWeight, num_experts: int) -> PackedWeight:
 
 
 def _copy(weight: PackedWeight, out: PackedWeight) -> None:
+    """Copy a packed weight into the memory of another one of the same shape."""
     pairs = (
         (weight.codes, out.codes),
         (weight.scales, out.scales),

@@ -245,6 +245,8 @@ def plan_engine(
 def _image_sizes(
     vision: VisionConfig, target: ModelConfig, dtype: torch.dtype, scheduler: SchedulerConfig
 ) -> ImageSizes:
+    """Return the sizes of images. Raises ValueError if a step cannot compute an image whose tokens attend to each
+    other."""
     sizes, limit = image_sizes(vision, target, dtype), scheduler.step_token_limit
     if sizes.whole and sizes.max_tokens > limit:
         raise ValueError(

@@ -254,6 +254,7 @@ class Adapters:
         return 0 < stamp <= max(self.changes.get(name, AdapterChange(0, "")).stamp, *loading, 0)
 
     def _record(self, name: str, change: AdapterChange) -> None:
+        """Keep a change for new engines and ingresses; of unloaded adapters only the last ones."""
         if change.stamp:
             self.changes.pop(name, None)
             self.changes[name] = change
@@ -295,6 +296,9 @@ class Adapters:
             self._commands.add(UnloadAdapter(number), lambda answers: None)
 
     def _restored(self, adapter: Adapter) -> OnLoaded:
+        """Return what to call when an adapter was loaded again, after the ranks were lost: on an error its requests
+        end."""
+
         def loaded(error: str) -> None:
             if error and adapter.is_read:  # else the ranks were lost meanwhile, and further ones follow
                 if self._by_name.get(adapter.name) is adapter:

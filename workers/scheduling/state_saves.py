@@ -63,7 +63,7 @@ class StateSaves:
         self._cache = cache
         self._snapshots = cache.snapshots
         self.interval = interval
-        self._size = cache.page_size
+        self._size = cache.page_size  # tokens
         self._max_answers = int(ANSWER_SHARE * len(self._snapshots.rows))
         self._slots: dict[int, _SlotSaves] = {}
         self.target = np.zeros(num_slots, np.int64)
@@ -102,26 +102,26 @@ class StateSaves:
         return passed[0] - start if len(passed) > 1 else count
 
     def plan_chunk(self, slot: int, start: int, tokens: npt.NDArray[np.int32], turn_ends: tuple[int, ...] = ()) -> None:
-        """Plan to save a state of this chunk, if one is wanted and a row is free.
+        """Plan to save a state of this chunk: at the first wanted position in it; else, if the last saved state is far
+        behind, after its last end of a turn or at its end. Saves none if no row is free.
 
         tokens: the chunk's tokens, from position `start` on.
         turn_ends: token ids that end a turn of a conversation.
         """
         end = start + len(tokens)
         saves = self._slots[slot]
-        border = end // self._size * self._size
-        position = next((wanted for wanted in saves.wanted if start < wanted <= end), border)
-        kind = saves.wanted.get(position)
-        if kind is not None:
-            self._save(slot, position, kind)
-            saves.wanted = {wanted: why for wanted, why in saves.wanted.items() if wanted > end}
+        wanted = next((position for position in saves.wanted if start < position <= end), None)
+        if wanted is not None:
+            self._save(slot, wanted, saves.wanted[wanted])
+            saves.wanted = {position: kind for position, kind in saves.wanted.items() if position > end}
             return
+        page_end = end // self._size * self._size  # the last page boundary in the chunk
         earliest = max(start + 1, saves.last + PROMPT_INTERVALS * self.interval)
-        if border >= earliest:
-            ends = np.flatnonzero(np.isin(tokens[: border - start], turn_ends))
-            last_turn = start + int(ends[-1]) + 1 - self._cache.lookahead if len(ends) else 0
-            after_turn = last_turn // self._size * self._size
-            self._save(slot, after_turn if after_turn >= earliest else border, SnapshotKind.CHUNK)
+        if page_end >= earliest:
+            ends = np.flatnonzero(np.isin(tokens[: page_end - start], turn_ends))
+            turn_end = start + int(ends[-1]) + 1 - self._cache.lookahead if len(ends) else 0
+            turn_page_end = turn_end // self._size * self._size
+            self._save(slot, turn_page_end if turn_page_end >= earliest else page_end, SnapshotKind.CHUNK)
 
     def want(self, slot: int, position: int, start: int, end: int) -> bool:
         """Request a state at `position` of this slot's prompt, where another request would resume. Return whether one

@@ -88,6 +88,7 @@ class GrammarCompiler:
     def _compiler_of(
         self, end_token_ids: tuple[int, ...], with_special: bool, caches: bool
     ) -> xgrammar.GrammarCompiler:
+        """Return xgrammar's compiler for a vocabulary with these end tokens."""
         return xgrammar.GrammarCompiler(
             self._vocabulary.tokens(end_token_ids, with_special),
             max_threads=self._num_threads,

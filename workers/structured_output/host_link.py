@@ -64,7 +64,7 @@ class HostLink:
         self.begin()
         return self._is_up.wait(wait_s)
 
-    def tell(self, order: Order) -> None:
+    def send(self, order: Order) -> None:
         """Send an order without fills to the running process. If that fails, the process is replaced."""
         assert self._orders is not None
         try:
@@ -82,7 +82,7 @@ class HostLink:
             return None
         self._sequence += 1
         order = msgspec.structs.replace(order, sequence=self._sequence)
-        self.tell(order)
+        self.send(order)
         # after each half: drop one request, drop all, give up
         for drops_all in (False, True, None):
             if self._orders is None:
@@ -162,6 +162,7 @@ class HostLink:
         return bool(poll.poll(wait_s * 1000))
 
     def _receive(self) -> Filled | None:
+        """Receive an answer. If the process has ended, replace it and return None."""
         assert self._orders is not None
         try:
             filled = receive(self._orders, Filled)

@@ -190,6 +190,10 @@ class _Writer:
         return "string" in declared if isinstance(declared, list) else bool(declared == "string")
 
     def _without_annotations(self, schema: Schema, path: str, depth: int, more: frozenset[str]) -> Schema:
+        """Rewrite a schema by its kind: a reference, a constant, an enumeration, a union or a type.
+
+        path: of the schema, for errors. depth: nesting so far. more: properties that objects require, too.
+        """
         if "$ref" in schema:
             return self._reference(schema, path, more)
         if "const" in schema:
@@ -259,6 +263,7 @@ class _Writer:
         return {"type": kind, **branch}
 
     def _types(self, schema: Schema, path: str) -> list[str]:
+        """Return the declared types. Raises UnsupportedSchemaError for unknown ones."""
         declared = schema["type"]
         types = declared if isinstance(declared, list) else [declared]
         if not types or not all(isinstance(kind, str) and kind in KEYWORDS_OF_TYPE for kind in types):

@@ -127,6 +127,7 @@ def check_pattern(pattern: Any, keyword: str, path: str) -> None:
 
 
 def check_string(schema: Schema, path: str) -> None:
+    """Raise UnsupportedSchemaError for keywords of a string's schema that would not be enforced."""
     check_pattern(schema.get("pattern"), "pattern", path)
     check_counts(schema, ("minLength", "maxLength"), path)
     known = schema.get("format")
@@ -160,6 +161,8 @@ def check_patterns(names: Mapping[str, Any], patterns: Iterable[str], path: str)
 
 
 def check_number(schema: Schema, kind: str, path: str) -> None:
+    """Raise UnsupportedSchemaError for keywords of a number's schema that would not be enforced. kind: "number" or
+    "integer"."""
     for name in KEYWORDS_OF_TYPE["number"]:
         if name in schema and type(schema[name]) not in (int, float):
             raise UnsupportedSchemaError(path, name, "must be a number")
@@ -284,6 +287,8 @@ class References:
 
 
 def _parts(value: Any, path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield each object in a schema with its path, except those that are values: constants, enumerations, defaults,
+    examples."""
     pending = [(path, value)]
     while pending:
         path, value = pending.pop()

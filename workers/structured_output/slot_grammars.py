@@ -195,9 +195,9 @@ class SlotGrammars:
                 request = GrammarRequest(init.number, grammar, unpack_i32(init.output).tolist())
                 self._by_slot[init.slot] = self._requests[init.number] = request
                 entered.append(self._entered(request))
-        if not (dropped or prepared or entered) or not self._has_process():
+        if not (dropped or prepared or entered) or not self._connect():
             return
-        self._link.tell(Order(0, prepared, tuple(dropped), tuple(entered)))
+        self._link.send(Order(0, prepared, tuple(dropped), tuple(entered)))
 
     def events(self, taken: HostOutput) -> MaskEvents:
         """Return the reports since the last call. taken: output of the step whose result is being taken, on the
@@ -322,22 +322,23 @@ class SlotGrammars:
     def _ask(self, advanced: list[Advanced], fills: tuple[Fill, ...], wait_s: float) -> Filled | None:
         """Return the process's answer; None if it does not arrive in time."""
         began_s, generation = time.perf_counter(), self._generation
-        if not fills or not self._has_process(wait_s):
+        if not fills or not self._connect(wait_s):
             return None
         if generation != self._generation:  # the new process has received all tokens
             advanced = [msgspec.structs.replace(request, tokens=[]) for request in advanced]
         left_s = wait_s - (time.perf_counter() - began_s)
         return self._link.ask(Order(0, advanced=tuple(advanced), fills=fills), max(left_s, wait_s / 2))
 
-    def _has_process(self, wait_s: float = 0.0) -> bool:
-        """Return whether a process runs. A new process first receives all requests and grammars."""
+    def _connect(self, wait_s: float = 0.0) -> bool:
+        """Return whether the mask process runs, after waiting for its start at most `wait_s`. If it is a new process,
+        after a crash, send it all grammars and the requests that are not over."""
         if not self._link.is_up(wait_s):
             return False
         if self._generation != self._link.generation:
             self._generation = self._link.generation
             self._count_crash()
             entered = tuple(self._entered(request) for request in self._requests.values() if not request.is_over)
-            self._link.tell(Order(0, dict(self._prepared), (), entered))
+            self._link.send(Order(0, dict(self._prepared), (), entered))
         return self._link.is_up()
 
     def _count_crash(self) -> None:

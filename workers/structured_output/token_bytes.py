@@ -43,6 +43,7 @@ class TokenBytes:
         return raw
 
     def _named_bytes(self, name: str, token: int) -> bytes:
+        """Return the bytes of a token from its name in the vocabulary."""
         byte = _BYTE_TOKEN.fullmatch(name) if self._has_byte_tokens else None
         if byte is not None:
             return bytes([int(byte[1], 16)])

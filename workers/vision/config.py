@@ -176,6 +176,7 @@ def read_vision(config: Mapping[str, Any], source: ModelSource, served_by: str |
 def _read_qwen(
     config: Mapping[str, Any], source: ModelSource, family: VisionFamily, tower: Mapping[str, Any], token: int
 ) -> VisionConfig:
+    """Read the tower of Qwen2-VL and its successors. token: id of the image token."""
     name = f"model {source.path}"
     sizes = {key: _one(tower, key, name) for key in ("patch_size", "spatial_merge_size", "temporal_patch_size")}
     hidden_key = "hidden_size" if family.package == "qwen2_vl" else "out_hidden_size"

@@ -227,6 +227,7 @@ class Gemma3Encoder(ImageEncoder):
         self.projector = _class(family.model_package, "modeling", "Gemma3MultiModalProjector")(whole)
 
     def forward(self, pixels: Tensor, grid: Grid) -> Tensor:
+        """Join the patches to one image [1, channels, height, width], and encode it."""
         _, rows, columns = grid
         side = int(pixels.shape[2] ** 0.5)
         whole = pixels.view(rows, columns, CHANNELS, side, side).permute(2, 0, 3, 1, 4)

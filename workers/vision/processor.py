@@ -81,7 +81,7 @@ def load_processor(folder: str) -> Any:
         module, name = _PROCESSORS[named]
         kind = getattr(importlib.import_module(f"transformers.models.{module}"), name)
         if _PROCESSORS[named] == _QWEN:
-            settings["size"] = _edges(settings, kind.size)
+            settings["size"] = _size_setting(settings, kind.size)
         return kind.from_dict(settings)
     except (ImportError, TypeError, KeyError, ValueError) as error:
         raise ValueError(f"{folder}: its image processor cannot be loaded: {error}") from None
@@ -92,9 +92,13 @@ def _name_by_family(folder: str) -> str:
     return "" if family is None else _BY_KIND[family.kind]
 
 
-def _edges(settings: dict[str, Any], default: Mapping[str, int]) -> Any:
-    """Remove the limits of pixels from `settings`, and return them as its `size`. They are written there or beside it,
-    under two pairs of names. Transformers changes the class's default in place."""
+def _size_setting(settings: dict[str, Any], default: Mapping[str, int]) -> Any:
+    """Return the value of the setting `size` of Qwen's processors, the minimum and maximum pixels of an image.
+
+    Checkpoints write these limits in `size` or next to it, as min_pixels and max_pixels or as shortest_edge and
+    longest_edge; those next to it are removed from `settings`. default: limits that the checkpoint does not set;
+    copied, because transformers would change the class's default in place.
+    """
     size = settings.get("size")
     if size is not None and not isinstance(size, dict):
         return size  # refused by `check_processor`
@@ -152,6 +156,7 @@ def prepared(job: ImageJob, processor: Any) -> PreparedImage:
 
 
 def _prepared(job: ImageJob, processor: Any) -> PreparedImage:
+    """Decode an image and cut it into patches of bytes."""
     image = decoded(job)
     prepare = {"Gemma3ImageProcessorPil": _gemma3, "Gemma4ImageProcessorPil": _gemma4}.get(
         type(processor).__name__, _qwen

@@ -225,6 +225,7 @@ class VisionTower:
 
 
 def _loaded(config: VisionConfig, source: ModelSource, dtype: torch.dtype, device: torch.device) -> ImageEncoder:
+    """Load the tower, with Aerie's fused kernels where they fit."""
     encoder = _with_weights(config, source, dtype, device)
     if unfused := encoder.fuse():
         logger.warning(

@@ -41,6 +41,7 @@ def page_routes() -> list[Route]:
 
 
 def _route(path: str, name: str) -> Route:
+    """Return the route that serves one file, unless the browser's copy (ETag) is the same."""
     file = _FOLDER / name
     content = file.read_bytes()
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'

@@ -115,6 +115,7 @@ class HarmonyParser:
         self._has_role = mark == START
 
     def _open(self, head: str) -> None:
+        """Begin a message with this header. One to a known function is read as a call."""
         channel, recipient = _CHANNEL.search(head), _RECIPIENT.search(head)
         self._channel = channel[1] if channel else "final"
         name = recipient[1] if recipient else ""
@@ -142,24 +143,29 @@ class HarmonyParser:
             self._parsed.text(rest)
 
     def _close(self) -> None:
+        """End the current message."""
         if self._call is not None:
             self._call.push("", True)
         self._call = None
 
 
 def _read_message(source: Source, parsed: Parsed, function: str) -> Reading[None]:
-    """Read a message to a function; without any text, it has no arguments. Text that is none is content."""
+    """Read a message to a function: a call, whose arguments are the message's JSON object.
+
+    An empty message is a call without arguments. If the message is no object, all its text is content; so is text after
+    the object.
+    """
     source.record()
     if not (yield from source.has(1)):
         parsed.call(function)
         parsed.arguments("{}")
         return
     is_call = yield from read_arguments(source, parsed, function)
-    text = source.recorded()
-    if not is_call:
-        parsed.text(text)
+    text = source.recorded()  # what `read_arguments` has read
     if is_call:
         yield from source.run(SPACES)
+    else:
+        parsed.text(text)
     while not source.is_over:
         parsed.text(source.rest())
         yield

@@ -130,6 +130,7 @@ class Arguments:
         return is_closed
 
     def _object(self) -> Reading[None]:
+        """Read the object, or `null`, that a string of arguments contains. An empty string has no arguments."""
         yield from self._source.run(SPACES)
         first = yield from self._source.peek()
         if first in ("{", "n"):

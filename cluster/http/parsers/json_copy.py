@@ -142,6 +142,7 @@ class JsonCopy:
         return (yield from self._value(character))
 
     def _read_key(self) -> Reading[bool]:
+        """Read a key and its colon; return whether a value may follow. A missing colon gives the key the value null."""
         key = yield from read_key(self._source)
         if key is None:
             return False
@@ -183,6 +184,7 @@ class JsonCopy:
         self._gap, self._expects = [], "more"
 
     def _close(self, closer: str) -> None:
+        """Read a closing bracket, and close all open ones up to it. A bracket that closes nothing is skipped."""
         self._source.skip()
         if not self._num[closer]:
             return

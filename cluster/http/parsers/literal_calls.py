@@ -30,6 +30,7 @@ def keywords_json(text: str) -> str:
 
 
 def _expression(text: str) -> ast.expr:
+    """Parse a Python expression. Raises ValueError."""
     try:
         with warnings.catch_warnings():  # of unknown escapes
             warnings.simplefilter("ignore")
@@ -45,6 +46,7 @@ def _keyword(keyword: ast.keyword) -> str:
 
 
 def _value(node: ast.expr) -> Any:
+    """Return the value of a Python literal that JSON can have. Raises ValueError for other expressions."""
     try:
         match node:
             case ast.List(elts=parts) | ast.Tuple(elts=parts):
@@ -232,6 +234,7 @@ def _gemma_key(text: str, at: int) -> tuple[str, int]:
 
 
 def _scalar(text: str) -> Any:
+    """Return the value of a number, constant or quoted string; other text is a string itself."""
     if text in _CONSTANTS:
         return _CONSTANTS[text]
     try:

@@ -77,6 +77,7 @@ class ReasoningReader:
         return reasoning, content
 
     def _read(self) -> Reading[None]:
+        """Read optional reasoning at the start, up to its closing mark. The content's reader reads what follows."""
         source = self._source
         if not self.is_inside:
             source.record()

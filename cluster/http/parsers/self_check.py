@@ -105,6 +105,8 @@ def check_parser(tokenizer: ChatTokenizer, configured: OutputParserName | Litera
 
 
 def _prompt_of(tokenizer: ChatTokenizer) -> Prompt:
+    """Return a function that renders turns with the model's template; it returns None if the template refuses them."""
+
     def prompt(*turns: Message, begins: bool = False, tools: Sequence[Message] = (), **variables: Any) -> str | None:
         try:
             return tokenizer.render(turns, begins, variables, tools).text
@@ -175,6 +177,7 @@ def rendered_answer(prompt: Prompt, turn: Message) -> str | None:
 
 
 def _calls_in(text: str, parser: OutputParserName) -> list[tuple[str, Any]]:
+    """Return name and arguments of the calls that the parser finds in `text`."""
     family = FAMILIES[parser]
     marked = family.marked_calls(TOOLS)
     read = marked.read if marked is not None else family.reader

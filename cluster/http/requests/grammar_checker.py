@@ -84,6 +84,8 @@ class ProcessChecker(GrammarChecker):
         return await asyncio.shield(trial)  # if this client disconnects, other requests may still wait for the trial
 
     def _keep(self, grammar: Grammar, trial: "asyncio.Task[TrialResult]") -> None:
+        """Cache the result of a finished trial, and drop the oldest one if there are too many. Failed trials may be
+        repeated."""
         del self._trials[grammar]
         if trial.cancelled() or trial.exception() is not None:
             return
@@ -174,6 +176,7 @@ async def _trial_result(own: socket.socket, process: ForkedProcess, trial: Trial
 
 
 def _refusal(grammar: Grammar, param: str, result: TrialResult) -> ApiError:
+    """Return the error for a grammar whose trial has failed."""
     kind = {"json_schema": "JSON schema", "regex": "regular expression", "ebnf": "grammar"}.get(
         grammar.kind, grammar.kind.replace("_", " ")
     )

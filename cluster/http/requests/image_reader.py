@@ -143,6 +143,7 @@ class ProcessReader(ImageReader):
 
 
 async def _result(own: socket.socket, job: ImageJob) -> PreparedImage:
+    """Send a job to a decoding process, and return the prepared image. own: this end of the socket to the process."""
     await asyncio.to_thread(send, own, job)
     own.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=own, limit=1 << 20)

@@ -158,6 +158,8 @@ def _assistant(blocks: Sequence[Block], where: str) -> MessageDict:
 
 
 def _others(role: str, blocks: Sequence[Block], where: str) -> list[MessageDict]:
+    """Return a turn of a user or of the system as chat messages: one per tool result, then one with all texts and
+    images."""
     messages, shown = [], list[TextParam | ImageParam]()
     for i, block in enumerate(blocks):
         if isinstance(block, TextParam) or (isinstance(block, ImageParam) and role == "user"):

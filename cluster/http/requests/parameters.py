@@ -174,6 +174,7 @@ def _salt(text: str) -> bytes:
 
 
 def _logit_bias(bias_by_token: dict[str, float], tokenizer: ChatTokenizer) -> dict[int, float]:
+    """Return the biases by token id. Raises ApiError for keys that are no token of the model."""
     biases = {}
     for key, bias in bias_by_token.items():
         # str.isdigit alone would accept digits of other scripts.

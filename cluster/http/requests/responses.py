@@ -118,6 +118,7 @@ def chat_body(body: ResponsesRequest, conversation: Sequence[MessageDict]) -> Ch
 
 
 def _tool_choice(choice: FunctionChoice | OtherTool | None) -> Any:
+    """Return `tool_choice` in the chat's form."""
     match choice:
         case NamedFunction():
             return {"type": "function", "function": {"name": joined_name(choice.namespace, choice.name)}}

@@ -174,6 +174,7 @@ class GrammarMaker:
         return self.structural_tag(where, wanted)
 
     def _grammar(self, param: str, kind: GrammarKind, text: str, any_whitespace: bool = True) -> Grammar:
+        """Return a checked grammar. param: the parameter with its text, for errors. Raises ApiError."""
         limit = self._config.max_grammar_bytes
         if len(text.encode()) > limit:
             raise invalid(param, f"{param} is larger than {limit} bytes (ingress.max_grammar_bytes); make it smaller")

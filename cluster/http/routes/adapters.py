@@ -35,7 +35,7 @@ class UnloadAdapterRequest(Schema):
     lora_name: AdapterName
 
 
-_HEARD_LIMIT_S = 2.0  # engines tell this ingress of their adapters within 50 ms
+_KNOWN_LIMIT_S = 2.0  # engines tell this ingress of their adapters within 50 ms
 
 
 def endpoints(edge: Edge) -> list[Endpoint]:
@@ -57,7 +57,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
             if not body.load_inplace and any(not outcome.error for outcome in present):
                 await edge.engine.administer(UnloadLora(name))  # all engines have the same ones
             raise _refused(failed)
-        await _heard(edge, name, True)
+        await _wait_until_known(edge, name, True)
         return AdapterReply(f"Success: LoRA adapter '{name}' added successfully.")
 
     async def unload(http: Request, body: UnloadAdapterRequest) -> AdapterReply:
@@ -68,7 +68,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
         if failed and all(outcome.error for outcome in outcomes):
             is_enabled = edge.config.serves_adapters
             raise model_not_found(name, edge.config.served_model_name) if is_enabled else _refused(failed)
-        await _heard(edge, name, False)
+        await _wait_until_known(edge, name, False)
         return AdapterReply(f"Success: LoRA adapter '{name}' removed successfully.")
 
     return [
@@ -81,8 +81,8 @@ def _refused(message: str) -> ApiError:
     return ApiError(400, message, param="lora_path", code="lora_adapter_refused")
 
 
-async def _heard(edge: Edge, name: str, has_it: bool) -> None:
+async def _wait_until_known(edge: Edge, name: str, has_it: bool) -> None:
     """Wait until this ingress knows of a change, so that the caller's next request meets it."""
-    until_s = time.monotonic() + _HEARD_LIMIT_S
+    until_s = time.monotonic() + _KNOWN_LIMIT_S
     while (name in edge.engine.adapters()) != has_it and time.monotonic() < until_s:
         await asyncio.sleep(0.01)

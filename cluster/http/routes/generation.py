@@ -117,6 +117,7 @@ class OpenAIReply(Reply):
         }
 
     def _chunk(self, *choices: Any) -> Chunk:
+        """Return a chunk of a stream with these choices."""
         context = self._context
         return self.chunk_type(
             id=context.reply_id,

@@ -118,6 +118,7 @@ class MessagesForm(Reply):
         return msgspec.json.encode(message)
 
     def _call(self, call: ToolCallDelta) -> bytes:
+        """Return the events for a call, or for more of its arguments."""
         events = b""
         if call.id is not UNSET:
             assert call.function.name is not UNSET

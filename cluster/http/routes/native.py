@@ -190,6 +190,7 @@ class NativeReply(Reply):
         return msgspec.json.encode(documents if self._several else documents[0])
 
     def _add(self, index: int, piece: Piece, text: str) -> None:
+        """Add a piece to the answer so far of choice `index`. text: the part of the piece to show."""
         shown = self._shown[index]
         shown.text += text
         shown.tokens += piece.tokens

@@ -42,6 +42,7 @@ def endpoints(edge: Edge) -> list[Endpoint]:
 
 
 def _wait_s(timeout: str) -> float:
+    """Parse the query parameter `timeout`. Raises ApiError."""
     try:
         wait_s = float(timeout)
     except ValueError:

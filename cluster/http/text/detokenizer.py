@@ -60,6 +60,7 @@ class PrefixDetokenizer:
         return self._advance(at_end=True)
 
     def _advance(self, at_end: bool) -> str:
+        """Return the text of the tokens that were not shown yet; "" while their last character is incomplete."""
         known = self._decode(self._tokens[: self._num_read])
         text = self._decode(self._tokens)
         held = len(self._tokens) - self._num_read

@@ -82,6 +82,7 @@ def _system(identity: str, today: date, effort: str, has_tools: bool) -> str:
 
 
 def _developer(instructions: str, tools: Sequence[Mapping[str, Any]], form: str | None) -> str:
+    """Return the content of the developer message: instructions, tools as TypeScript, and the answer's format."""
     sections = [f"# Instructions\n\n{instructions}"] if instructions else []
     if tools:
         types = "\n".join(_tool(tool.get("function", tool)) for tool in tools)

@@ -59,6 +59,7 @@ def call_arguments(text: str) -> dict[str, Any]:
 
 
 def _partial_object(text: str) -> dict[str, Any]:
+    """Return the object at the start of JSON text that may be cut off; {} if there is none."""
     escaped = _STRING.sub(lambda match: _CONTROL.sub(lambda it: f"\\u{ord(it[0]):04x}", match[0]), text)
     try:
         value = pydantic_core.from_json(escaped, allow_partial="trailing-strings")
@@ -68,6 +69,7 @@ def _partial_object(text: str) -> dict[str, Any]:
 
 
 def _literal_object(text: str) -> dict[str, Any]:
+    """Return the object that a Python literal describes; {} for other text."""
     if len(text) > _MAX_LITERAL_CHARS:
         return {}
     try:

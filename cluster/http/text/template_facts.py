@@ -206,6 +206,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
         self.filters |= {"_watched": _Watched, "_sized": _sized}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> jinja2.nodes.Template:
+        """Parse a template, and add filters to its loops and concatenations that check time and size."""
         tree = super()._parse(source, name, filename)
         for loop in tree.find_all(jinja2.nodes.For):
             loop.iter = self._filtered(loop.iter, "_watched")

@@ -257,6 +257,7 @@ class ChatTokenizer:
     def _encode_long(
         self, chat: ChatText, add_special_tokens: bool, max_tokens: int | None, truncation: Truncation | None
     ) -> list[int]:
+        """Do `encode`, perhaps of a part of the text, and give freed memory back after a long one."""
         try:
             if truncation is not None:
                 chat = chat.part(*truncation.part(self._num_tokens, chat.text))

@@ -182,6 +182,7 @@ def _with_marks(text: str, places: Sequence[int], mark: str) -> str:
 
 
 def _message(message: Mapping[str, Any], controls: ControlTexts, change: Change) -> dict[str, Any]:
+    """Return a message with its texts changed; roles of the template stay."""
     return {
         name: value
         if name == "role" and value in ROLES
@@ -212,6 +213,7 @@ def _changed(value: Any, controls: ControlTexts, change: Change) -> Any:
 
 
 def _texts(value: Any) -> Iterator[str]:
+    """Yield all texts in a JSON value, including keys."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -341,6 +343,7 @@ class Truncation:
 
 
 def _pieces(text: str) -> Iterator[tuple[int, int]]:
+    """Yield start and end of pieces of `text` of at most PIECE_CHARS, cut before a space if there is one."""
     start = 0
     while start < len(text):
         end = min(len(text), start + PIECE_CHARS)

@@ -223,6 +223,7 @@ def _views(path: str, raw: Mapping[str, Any], num_layers: int) -> tuple[LayerVie
 
 
 def _sliding(raw: Mapping[str, Any], window: int, source: str) -> LayerView:
+    """Return what a row of a layer with a sliding window sees. Both published formats count differently."""
     if not is_speculators(raw):  # z-lab: a row sees `window` tokens, including itself
         return LayerView(_causal(raw, True, source), window - 1 if window else None)
     if not window:

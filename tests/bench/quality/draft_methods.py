@@ -35,7 +35,7 @@ from pathlib import Path
 
 import torch
 
-from aerie.deploy.config.drafts import block_shape, draft_method
+from aerie.deploy.config.drafts import block_tree_keys, draft_method
 from aerie.speculative.build import local_engine
 from aerie.speculative.config import Method, SpeculativeConfig
 from aerie.workers.scheduling.plan import SamplingParams
@@ -126,7 +126,7 @@ def _block_trees(folders: list[Path]) -> dict[str, SpeculativeConfig]:
     found = {}
     for folder in folders:
         method: Method = draft_method(folder)  # type: ignore[assignment]
-        depth = block_shape(folder, folder)["num_steps"]
+        depth = block_tree_keys(folder, folder)["num_steps"]
         tree = SpeculativeConfig(str(folder), method, num_steps=depth, top_k=4, num_draft_tokens=16)
         found[LABELS[method]] = tree
     return found

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from aerie.deploy.config.drafts import block_shape
+from aerie.deploy.config.drafts import block_tree_keys
 from aerie.deploy.config.files import gguf_folder
 from aerie.deploy.train_draft import add_command
 from aerie.deploy.train_draft import run as train
@@ -195,7 +195,7 @@ def arms(given: argparse.Namespace, target: Path) -> dict[str, SpeculativeConfig
     static: dict[str, Any] = {"adaptive": False}
     later: dict[str, SpeculativeConfig | None] = {}
     if (head / "model.safetensors").is_file():
-        shape = block_shape(head, target)
+        shape = block_tree_keys(head, target)
         depth = shape["num_steps"]
         given_method: Any = given.method
         assert given_method in BLOCK_METHODS

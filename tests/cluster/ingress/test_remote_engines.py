@@ -384,7 +384,7 @@ async def test_health_is_a_probe_on_the_way_of_requests_and_never_waits_for_it(m
 async def test_an_ingress_meets_the_engines_that_are_ready_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote_engines, "HEALTH_WAIT_S", 0.01)
     rig = Rig()
-    meeting = asyncio.create_task(rig.engines.meet(20.0))
+    meeting = asyncio.create_task(rig.engines.wait_for_probe(20.0))
     await asyncio.sleep(0.1)
     (probe,) = rig.calls.probes
     assert not meeting.done()
@@ -392,10 +392,10 @@ async def test_an_ingress_meets_the_engines_that_are_ready_before_it_is_asked(mo
     await asyncio.wait_for(meeting, 5)
     assert (await rig.engines.health())[1] == ""
     silent = Rig()
-    await asyncio.wait_for(silent.engines.meet(0.1), 5)  # it does not wait for ever,
+    await asyncio.wait_for(silent.engines.wait_for_probe(0.1), 5)  # it does not wait for ever,
     starting = Rig()
     starting.calls.status = "starting"
-    await asyncio.wait_for(starting.engines.meet(20.0), 5)  # nor for an engine that starts
+    await asyncio.wait_for(starting.engines.wait_for_probe(20.0), 5)  # nor for an engine that starts
 
 
 async def test_without_resume_the_first_failure_ends_the_stream() -> None:

@@ -92,16 +92,16 @@ def test_a_refusal_is_remembered_for_the_same_start(
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     config = plan_of({"model": {"path": str(tmp_path)}}, tmp_path)
-    assert engine.remembered("aerie", config) == ""
+    assert engine.start_refusal("aerie", config) == ""
     engine.remember("aerie", config, NAN)
-    assert engine.remembered("aerie", config) == engine.remembered("aerie") == NAN
-    assert engine.remembered("another", config) == ""
+    assert engine.start_refusal("aerie", config) == engine.start_refusal("aerie") == NAN
+    assert engine.start_refusal("another", config) == ""
     other = plan_of({"model": {"path": str(tmp_path), "max_model_len": 64}}, tmp_path)
-    assert engine.remembered("aerie", other) == ""
+    assert engine.start_refusal("aerie", other) == ""
     (tmp_path / "model.safetensors").write_text("mended")
-    assert engine.remembered("aerie", config) == ""
+    assert engine.start_refusal("aerie", config) == ""
     monkeypatch.setattr(engine, "FRESH_S", 0.0)
-    assert engine.remembered("aerie") == ""
+    assert engine.start_refusal("aerie") == ""
 
 
 def applications(status: str = "DEPLOYING", message: str = "") -> dict[str, Application]:

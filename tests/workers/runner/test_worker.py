@@ -78,7 +78,7 @@ def test_strategy_gets_what_the_plan_says() -> None:
     assert chunks.final_slots.tolist() == [4] and chunks.final_lengths.tolist() == [6]
     assert chunks.batch.qo_indptr.tolist() == [0, 2, 5] and chunks.batch.starts.tolist() == [5, 0]
     assert chunks.batch.page_table[:, :2].tolist() == [[7, 8], [9, 0]]
-    assert chunks.batch.num_rows == 5 and chunks.batch.lists == chunks.batch.known
+    assert chunks.batch.num_rows == 5 and chunks.batch.lists == chunks.batch.host_lists
     kinds = [chunks.final_lengths, chunks.batch.qo_indptr, chunks.batch.starts, chunks.batch.page_table]
     assert {tensor.dtype for tensor in kinds} == {torch.int32}
     assert slots.seq_len[[2, 4]].tolist() == [0, 5] and slots.max_len[[2, 4]].tolist() == [12, 16]

@@ -57,6 +57,8 @@ class HostConstants(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _constant(self, key: Hashable, make: Callable[[], Tensor]) -> Tensor:
+        """Return the cached tensor of a key, made at the first use. Raises NewUnderCaptureError if that is during graph
+        capture."""
         if key in self._cache:
             return self._cache[key]
         if is_capturing(self._device):

@@ -228,6 +228,7 @@ class _Replacement:
         return GatedMLP(match, linears, spans, self._group, path)
 
     def _merge_siblings(self) -> None:
+        """Merge linear layers that read the same input (q, k and v; gate and up) to one product."""
         modules = dict(self._model.named_modules())
         for siblings in self._config.siblings:
             spans = [(path, self._rows_of(path)) for path in siblings if type(modules.get(path)) is nn.Linear]
@@ -253,6 +254,7 @@ class _Replacement:
         return rank_span(linear.out_features, self._group, path)
 
     def _linear(self, path: str, linear: nn.Linear) -> nn.Module:
+        """Return the tensor-parallel layer that replaces a linear one, as transformers' plan shares it."""
         style, rows = self._style(path), self._rows_of(path)
         if rows is not None:
             return Columns(linear, rows, self._group, gather=False)

@@ -68,6 +68,8 @@ class RotationRecorder:
         return call.name if rotates else None
 
     def _recorder(self, path: str, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return `function`, which also records its calls. path: module. name: of the function."""
+
         def record(*arguments: Any, **named: Any) -> Any:
             result = function(*arguments, **named)
             self._rotations.setdefault(path, []).append(_Rotation(name, function, arguments, named, result))

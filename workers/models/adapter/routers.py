@@ -32,36 +32,42 @@ class RouterMatch:
     """A module that computes the same as a `Routing`.
 
     routing: the equivalent `Routing`.
-    order: order of the module's results: "logits", "weight" and "chosen".
+    results: kinds of the module's three results, in its order: "logits", "weight" (routing weights) and "chosen"
+        (indices of the chosen experts).
     linear: name of the submodule that computes the logits; None: the module itself.
-    given: whether the bias is the module's second argument instead of its tensor.
+    takes_bias: whether the bias is the module's second argument instead of its tensor.
     """
 
     routing: Routing
-    order: tuple[str, ...]
+    results: tuple[str, ...]
     linear: str | None
-    given: bool
+    takes_bias: bool
 
 
 class MatchedRouter(Router):
-    """Replaces a router. Its experts are a `RouterChosenExperts`.
+    """Replaces a transformers router. It chooses no experts: the model passes its logits on to a `RouterChosenExperts`,
+    which chooses them.
 
-    live: returns the marks of the running pass's padding rows.
+    live: returns the `TokenSlots` of the running pass, which mark padding rows.
     """
 
     def __init__(self, match: RouterMatch, hidden_size: int, live: Callable[[], TokenSlots | None]) -> None:
         super().__init__(hidden_size, match.routing)
-        self._order, self._live = match.order, live
-        if match.given:
+        self._results, self._live = match.results, live
+        if match.takes_bias:
             self.e_score_correction_bias = None
 
     def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor | RouterLogits, ...]:  # type: ignore[override]
-        """Return the logits in place of each result. x: [..., hidden_size]. bias: [num_experts], if it is an
-        argument."""
+        """Return as many results as the replaced router did, in its order: the logits [rows, num_experts], and a
+        `RouterLogits` in place of the routing weights and of the chosen experts.
+
+        x: [..., hidden_size].
+        bias: [num_experts], if the replaced router got it as an argument.
+        """
         router = super().forward(x.flatten(0, -2), self._live())
         if bias is not None:
             router = replace(router, bias=bias.float())
-        return tuple(router.values if name == "logits" else router for name in self._order)
+        return tuple(router.values if name == "logits" else router for name in self._results)
 
 
 class RouterShell(nn.Module):
@@ -143,16 +149,17 @@ def match_router(module: nn.Module, flat: bool) -> RouterMatch | None:
         result = _result(_with_tensors(module, linear, full, bias), x, bias if takes_bias else None)
         if result is None:
             return None
-        order, dense, num_chosen = result
+        kinds, dense, num_chosen = result
         for routing in _candidates(module, weight.shape[0], num_chosen, bias is not None):
             chosen, share = route(rows @ full.T, bias, routing)
             ours = torch.zeros_like(dense).scatter_(1, chosen, share)
             if torch.allclose(ours, dense, _RTOL, _ATOL):
-                return RouterMatch(routing, order, linear, takes_bias)
+                return RouterMatch(routing, kinds, linear, takes_bias)
     return None
 
 
 def _with_tensors(module: nn.Module, linear: str | None, weight: Tensor, bias: Tensor | None) -> Any:
+    """Return a copy of a router with these tensors. linear: see `RouterMatch`."""
     other = copied(module)
     if linear is not None:
         holder = other._modules[linear] = copied(other._modules[linear])
@@ -167,24 +174,25 @@ def _with_tensors(module: nn.Module, linear: str | None, weight: Tensor, bias: T
 
 
 def _result(module: Any, x: Tensor, bias: Tensor | None) -> tuple[tuple[str, ...], Tensor, int] | None:
-    """Return the order of the module's results, the weight of each expert in each row, and the number of chosen
-    experts; None if the module does not return logits, weights and chosen experts."""
+    """Return the kinds of the module's results (`RouterMatch.results`), the weight of each expert in each row, and the
+    number of chosen experts; None if the module does not return logits, weights and chosen experts."""
     result = result_of(module, x, *(() if bias is None else (bias,)))
     if not isinstance(result, tuple) or len(result) != 3 or not all(isinstance(part, Tensor) for part in result):
         return None
     flat = [part.reshape(-1, part.shape[-1]) for part in result]
-    order = tuple(_kind_of(part, flat) for part in flat)
-    if sorted(order) != ["chosen", "logits", "weight"]:
+    kinds = tuple(_kind_of(part, flat) for part in flat)
+    if sorted(kinds) != ["chosen", "logits", "weight"]:
         return None
-    by_kind = dict(zip(order, flat, strict=True))
+    by_kind = dict(zip(kinds, flat, strict=True))
     chosen, weight, logits = by_kind["chosen"], by_kind["weight"], by_kind["logits"]
     if any(part.shape[0] != _ROWS for part in flat):
         return None
     dense = torch.zeros(logits.shape, dtype=torch.float32).scatter_(1, chosen, weight.float())
-    return order, dense, chosen.shape[1]
+    return kinds, dense, chosen.shape[1]
 
 
 def _kind_of(result: Tensor, results: list[Tensor]) -> str:
+    """Return the kind of one of a router's results: indices are the chosen experts, and logits are the widest."""
     if not result.is_floating_point():
         return "chosen"
     return "logits" if result.shape[1] == max(other.shape[1] for other in results) else "weight"
@@ -211,19 +219,23 @@ def _only_passes(block: nn.Module, router: str, experts: str, match: RouterMatch
     mark, num_experts = Mark(), match.routing.num_experts
     calls: list[bool] = []
 
-    class Marks(nn.Module):
-        def forward(self, x: Tensor, *bias: Tensor) -> tuple[Any, ...]:
-            calls.append((x.dim() == 2) == flat and len(bias) == match.given)
-            logits = x.new_empty(x.flatten(0, -2).shape[0], num_experts)
-            return tuple(logits if name == "logits" else mark for name in match.order)
+    class MarkingRouter(nn.Module):
+        """Returns marks in place of weights and chosen experts."""
 
-    class Takes(nn.Module):
+        def forward(self, x: Tensor, *bias: Tensor) -> tuple[Any, ...]:
+            calls.append((x.dim() == 2) == flat and len(bias) == match.takes_bias)
+            logits = x.new_empty(x.flatten(0, -2).shape[0], num_experts)
+            return tuple(logits if name == "logits" else mark for name in match.results)
+
+    class CheckingExperts(nn.Module):
+        """Records whether they get the router's unmodified marks."""
+
         def forward(self, x: Tensor, chosen: Any, weight: Any) -> Tensor:
             calls.append(chosen is mark and weight is mark)
             return x
 
     other = copied(block)
-    other._modules |= {router: Marks(), experts: Takes()}
+    other._modules |= {router: MarkingRouter(), experts: CheckingExperts()}
     x = torch.empty(1, 3, hidden_of(block.get_submodule(router), match), device="meta")
     with torch.no_grad():
         ran = result_of(other, x) is not None

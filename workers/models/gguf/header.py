@@ -81,6 +81,7 @@ def read_gguf(paths: tuple[Path, ...]) -> GgufFile:
 
 
 def _read_file(path: Path, index: int) -> tuple[dict[str, Any], dict[str, FileTensor]]:
+    """Return the metadata and tensors of one file's header. index: number of the file among those of a model."""
     try:
         with path.open("rb") as file:
             size = path.stat().st_size
@@ -140,6 +141,7 @@ class _Reader:
         return kind
 
     def _value(self, kind: int) -> Any:
+        """Read a value of a GGUF type: a string, number or array."""
         if kind == _STRING:
             return self._string()
         if kind in _VALUES:

@@ -102,6 +102,7 @@ def _in_order(rows: Tensor, heads: int) -> Tensor:
 
 
 def _shape_of(stored: StoredTensor) -> Tensor:
+    """Return an empty tensor on the meta device, with the shape and dtype that the loader will see."""
     source = stored.source
     shape, dtype = source.shape, PLAIN_TYPES.get(source.type, torch.float32)
     if stored.packed:

@@ -126,6 +126,7 @@ class Vocabulary:
         return tokenizer
 
     def _sentencepiece(self) -> Tokenizer:
+        """Build the tokenizer of a SentencePiece vocabulary: BPE with bytes for unknown characters."""
         pieces = self._get("merges")
         merges = [tuple(merge.split(" ", 1)) for merge in pieces] if pieces else self._merges_by_score()
         unknown = self._token("unknown")

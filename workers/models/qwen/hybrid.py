@@ -86,6 +86,7 @@ def read_config(config: dict[str, Any], source: str) -> HybridConfig:
 
 
 def _refuse_unsupported(config: dict[str, Any], source: str) -> None:
+    """Raise ValueError for values of the configuration that the model does not implement."""
     for key, only in (
         ("attn_output_gate", True),
         ("linear_conv_kernel_dim", TAPS),
@@ -98,6 +99,7 @@ def _refuse_unsupported(config: dict[str, Any], source: str) -> None:
 
 
 def _heads(config: dict[str, Any], source: str) -> DeltaHeads:
+    """Read the sizes of the gated-delta-net layers."""
     sizes = {key: size_of(config, key, source) for key in ("linear_num_key_heads", "linear_num_value_heads")}
     key_heads, value_heads = sizes.values()
     if value_heads % key_heads:
@@ -110,6 +112,7 @@ def _heads(config: dict[str, Any], source: str) -> DeltaHeads:
 
 
 def _recurrent(config: dict[str, Any], num_layers: int, source: str) -> frozenset[int]:
+    """Return the indices of the gated-delta-net layers; the others have full attention."""
     interval = size_of(config, "full_attention_interval", source, 4)
     kinds = config.get("layer_types") or [FULL if (i + 1) % interval == 0 else LINEAR for i in range(num_layers)]
     if not isinstance(kinds, list) or len(kinds) != num_layers or not {FULL, LINEAR}.issuperset(kinds):

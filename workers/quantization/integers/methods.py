@@ -119,6 +119,7 @@ def read_gptq(quantization: Mapping[str, Any], source: str) -> QuantMethod:
 
 
 def _scheme(quantization: Mapping[str, Any], source: str, v2: bool) -> IntScheme:
+    """Read the scheme of a GPTQ checkpoint. v2: zero points are stored as they are, not minus 1."""
     return gptq_scheme(
         bits_of(quantization, source, "bits"),
         group_of(quantization, source, "group_size"),
@@ -203,6 +204,7 @@ def read_auto_round(quantization: Mapping[str, Any], source: str) -> QuantMethod
 
 
 def _auto_round_scheme(quantization: Mapping[str, Any], source: str) -> IntScheme:
+    """Read the scheme of an AutoRound checkpoint, packed like AWQ's or GPTQ's."""
     packing = str(quantization.get("packing_format") or _PACKINGS[0])
     group, symmetric = group_of(quantization, source, "group_size"), flag_in(quantization, source, "sym", True)
     if "awq" in packing:

@@ -95,6 +95,7 @@ def _weights(group: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _refuse_others(quantization: Mapping[str, Any], source: str) -> None:
+    """Raise ValueError for sparse weights and for transformed inputs."""
     sparsity = quantization.get("sparsity_config") or {}
     if sparsity and sparsity.get("format") != "dense":
         refuse(source, "sparsity_config", sparsity, "is not supported; only dense weights are")
@@ -104,6 +105,10 @@ def _refuse_others(quantization: Mapping[str, Any], source: str) -> None:
 
 
 def _scheme(name: str, group: Mapping[str, Any], layout: Any, source: str) -> IntScheme:
+    """Read the scheme of one group of compressed-tensors' config_groups. Raises ValueError for what is not supported.
+
+    name: of the group, for errors. layout: format of the checkpoint, for a group that declares none.
+    """
     key, weights = f"config_groups.{name}", _weights(group)
     layout = group.get("format") or layout
     if layout not in (_PACKED, _W8A8):

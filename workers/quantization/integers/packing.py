@@ -97,6 +97,8 @@ def pack_parts(stored: Sequence[dict[str, Tensor]], shape: LinearShape, layout: 
 
 
 def _packed(parts: list[Codes], order: InputOrder, layout: IntFormat) -> PackedPart:
+    """Pack parts with one input order: sort their columns by group, join them, and drop zero points that are all
+    symmetric."""
     device = parts[0].codes.device
     order = order.to(device)
     sorted_parts = [_sorted(codes, order) for codes in parts]

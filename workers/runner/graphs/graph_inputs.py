@@ -132,6 +132,7 @@ class ChunkInput:
             own.image_values.index_copy_(0, given.image_rows, given.image_values)
 
     def _fill_states(self, batch: PrefillBatch) -> None:
+        """Copy which states are saved, and padding for further chunks, to the graph's inputs."""
         inputs = (self._store_from, 0), (self._saved_at, -1), (self._saved_row, 0)
         for (own, padding), values in zip(inputs, (batch.store_from, batch.saved_at, batch.saved_row), strict=True):
             assert own is not None

@@ -281,7 +281,9 @@ class GraphKeys:
         rows = batch.chunks.batch
         if rows.num_chunks > MAX_CHUNKS:
             return None
-        return self.chunk_key(shape, batch.num_requests, rows.num_rows, needs, sum(rows.known.seen), batch.adapted)
+        return self.chunk_key(
+            shape, batch.num_requests, rows.num_rows, needs, sum(rows.host_lists.num_attended), batch.adapted
+        )
 
     def round_key(self, shape: int, num_requests: int, needs: SamplingNeeds, adapted: bool = False) -> GraphKey | None:
         """Return the key of a step without prompt tokens; None if no graph can run it."""

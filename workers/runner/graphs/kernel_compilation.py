@@ -193,6 +193,7 @@ def hash_compiler() -> None:
 
 @contextlib.contextmanager
 def _mode(mode: _CompileMode) -> Iterator[None]:
+    """Set Triton's mode of compilation within the context."""
     from triton.runtime import _async_compile
 
     before = _async_compile.active_mode.set(mode)

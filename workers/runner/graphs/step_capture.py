@@ -109,6 +109,7 @@ class CudaRecorder:
             return output
 
     def run_on_own_stream(self, function: Callable[[], object]) -> None:
+        """Run a function on the stream of the captures, between earlier and later work of the current stream."""
         self._stream.wait_stream(torch.cuda.current_stream())
         try:
             with torch.cuda.stream(self._stream):

@@ -60,9 +60,9 @@ def warm_up(worker: Worker, layout: EngineLayout, image: Image | None = None, de
     adapted = [] if layout.lora is None else [(*kinds[0], 0)]
     for number, (sampling, chunks, adapter) in enumerate([*((*kind, -1) for kind in kinds), *adapted]):
         init = SlotInit(0, 0, WARM_UP_TOKENS, 2 * WARM_UP_TOKENS, sampling, adapter=adapter)
-        plans = [_prompt(number, layout, init, chunk) for chunk in chunks]
+        plans = [_prompt_step(number, layout, init, chunk) for chunk in chunks]
         if sampling is not rest:  # captures launch the kernels of these rounds
-            plans += [_round(number, layout, shape) for shape in range(len(layout.shapes))]
+            plans += [_round_step(number, layout, shape) for shape in range(len(layout.shapes))]
         for plan in plans:
             run(worker, plan)
     longest = min(layout.scheduler.step_token_limit, layout.max_model_len - 2)
@@ -70,11 +70,14 @@ def warm_up(worker: Worker, layout: EngineLayout, image: Image | None = None, de
         positions = pack_i32([i for _ in range(layout.images.num_axes) for i in range(image.num_rows)])
         inputs = PromptInputs(positions=positions, images=(image,), num_axes=layout.images.num_axes)
         init = SlotInit(0, 0, image.num_rows, 2 * image.num_rows, greedy)
-        run(worker, _prompt(len(kinds), layout, init, Chunk(0, 0, pack_i32([1] * image.num_rows), 1, inputs=inputs)))
+        run(
+            worker,
+            _prompt_step(len(kinds), layout, init, Chunk(0, 0, pack_i32([1] * image.num_rows), 1, inputs=inputs)),
+        )
     for rows in SPARSE_ROWS if deterministic else ():
         ends = min(rows, layout.scheduler.num_slots)
         lengths = [1] * (ends - 1) + [min(rows - ends + 1, longest)]
-        run(worker, _chunks(layout, [_part(layout, slot, 0, count) for slot, count in enumerate(lengths)]))
+        run(worker, _chunk_step(layout, [_chunk_from(layout, slot, 0, count) for slot, count in enumerate(lengths)]))
 
 
 def run(worker: Worker, plan: StepPlan) -> None:
@@ -96,9 +99,9 @@ def largest_steps(layout: EngineLayout) -> list[tuple[str, StepPlan]]:
     """
     num_slots, count, longest = layout.scheduler.num_slots, layout.scheduler.step_token_limit, layout.max_model_len - 2
     per_slot = max(1, min(longest, count // num_slots))
-    ends = [_end(layout, slot, per_slot) for slot in range(num_slots)]
+    ends = [_last_chunk(layout, slot, per_slot) for slot in range(num_slots)]
     at_once = max(1, count // per_slot)
-    steps = [("chunks", _chunks(layout, ends[i : i + at_once])) for i in range(0, num_slots, at_once)]
+    steps = [("chunks", _chunk_step(layout, ends[i : i + at_once])) for i in range(0, num_slots, at_once)]
     for shape in range(len(layout.shapes)):
         drafting = bytes([1] * num_slots) if shape else b""
         plan = StepPlan(
@@ -113,17 +116,17 @@ def largest_steps(layout: EngineLayout) -> list[tuple[str, StepPlan]]:
         steps.append(("rounds", plan))
     num_prompts = min(num_slots, -(-count // longest))
     if layout.has_latent_rows and count * MAX_TOKENS < longest:
-        steps.append(("chunks", _chunks(layout, [_part(layout, 0, (MAX_TOKENS - 1) * count, count)])))
-    ends = [_end(layout, slot, min(longest, count // num_prompts)) for slot in range(num_slots)[-num_prompts:]]
-    return [*steps, ("both", _chunks(layout, ends, num_rounds=num_slots - num_prompts))]
+        steps.append(("chunks", _chunk_step(layout, [_chunk_from(layout, 0, (MAX_TOKENS - 1) * count, count)])))
+    ends = [_last_chunk(layout, slot, min(longest, count // num_prompts)) for slot in range(num_slots)[-num_prompts:]]
+    return [*steps, ("both", _chunk_step(layout, ends, num_rounds=num_slots - num_prompts))]
 
 
-def _end(layout: EngineLayout, slot: int, count: int) -> tuple[SlotInit, Chunk]:
-    """Return a chunk of the last `count` tokens of the longest prompt, see `_part`."""
-    return _part(layout, slot, layout.max_model_len - 2 - count, count)
+def _last_chunk(layout: EngineLayout, slot: int, count: int) -> tuple[SlotInit, Chunk]:
+    """Return a chunk of the last `count` tokens of the longest prompt, see `_chunk_from`."""
+    return _chunk_from(layout, slot, layout.max_model_len - 2 - count, count)
 
 
-def _part(layout: EngineLayout, slot: int, start: int, count: int) -> tuple[SlotInit, Chunk]:
+def _chunk_from(layout: EngineLayout, slot: int, start: int, count: int) -> tuple[SlotInit, Chunk]:
     """Return a chunk of `count` tokens from position `start` that ends a prompt, and its request in `slot`."""
     rest = SamplingParams(
         2, 1.0, top_p=0.9, frequency_penalty=0.1, logprobs=MAX_LOGPROBS, logit_bias={1: 0.1}, min_tokens=1
@@ -132,7 +135,9 @@ def _part(layout: EngineLayout, slot: int, start: int, count: int) -> tuple[Slot
     return init, Chunk(slot, start, pack_i32([1] * count), -1, MAX_LOGPROBS if count > 1 else -1)
 
 
-def _chunks(layout: EngineLayout, ends: Iterable[tuple[SlotInit, Chunk]], num_rounds: int = 0) -> StepPlan:
+def _chunk_step(layout: EngineLayout, ends: Iterable[tuple[SlotInit, Chunk]], num_rounds: int = 0) -> StepPlan:
+    """Return the plan of a step that enters these requests and computes their chunks, beside rounds of the first
+    `num_rounds` slots."""
     inits, chunks = zip(*ends, strict=True)
     shape = layout.shapes.default
     drafting = bytes([1] * (num_rounds + len(chunks))) if shape else b""
@@ -150,7 +155,9 @@ def _chunks(layout: EngineLayout, ends: Iterable[tuple[SlotInit, Chunk]], num_ro
     )
 
 
-def _prompt(step: int, layout: EngineLayout, init: SlotInit, chunk: Chunk) -> StepPlan:
+def _prompt_step(step: int, layout: EngineLayout, init: SlotInit, chunk: Chunk) -> StepPlan:
+    """Return the plan of a step that enters one request and computes a chunk of its prompt; if the chunk ends the
+    prompt (no `next_token`), it also drafts the first tree."""
     next_shape = layout.shapes.default if chunk.next_token < 0 else 0
     drafting = b"\1" if next_shape else b""
     return StepPlan(
@@ -166,7 +173,8 @@ def _prompt(step: int, layout: EngineLayout, init: SlotInit, chunk: Chunk) -> St
     )
 
 
-def _round(step: int, layout: EngineLayout, shape: int) -> StepPlan:
+def _round_step(step: int, layout: EngineLayout, shape: int) -> StepPlan:
+    """Return the plan of a step that verifies and drafts a tree of `shape` in slot 0."""
     return StepPlan(
         0,
         step,

@@ -58,6 +58,7 @@ class _Job:
         self.thread.start()
 
     def _run(self) -> None:
+        """Run the work in its thread, and keep its result or its error."""
         try:
             with torch.inference_mode():
                 self.joined = self.run()
@@ -108,6 +109,7 @@ class WeightTransfer:
         return self._state(False)
 
     def _state(self, is_busy: bool) -> TransferState:
+        """Return the session's state. is_busy: work is running, so parts of the state are not known."""
         staging = self._staging
         if staging is None:
             return TransferState(is_busy, self._error)

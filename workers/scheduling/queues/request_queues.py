@@ -255,6 +255,7 @@ class RequestQueues:
         sequence.slot = -1
 
     def _wait(self, sequence: Sequence) -> None:
+        """Put a request without a slot into the waiting queue; its known tokens become its prompt."""
         sequence.slot = -1
         sequence.tokens = sequence.known_tokens()
         sequence.request.state = RequestState.WAITING

@@ -78,6 +78,7 @@ class StepForecast:
         return tokens, min(chunk_tokens, pending_tokens), ms
 
     def _predict(self, num_requests: int, pending_tokens: int) -> tuple[float, float, float]:
+        """Compute `step`. The prompt tokens are infinite if one step computes all pending ones."""
         budget = self._budget
         shape = self._shape(num_requests, pending_tokens > 0)
         rounds = StepRounds(shape, num_requests, int(num_requests * self._kv_tokens))
@@ -127,11 +128,11 @@ class QueueSimulation:
         self._prompts: deque[tuple[Work, int]] = deque()  # admitted; the first one is being computed
         self._pending_tokens = 0.0  # prompt tokens of all of them
         self._left_tokens = 0.0  # prompt tokens of the first one
-        self._decoding: dict[int, tuple[Work, float]] = {}  # in order of admission, with `_tokens` at the start
-        self._ends: list[tuple[float, int]] = []  # heap: (`_tokens` at the end, key); also of preempted ones
+        self._decoding: dict[int, tuple[Work, float]] = {}  # in order of admission, with `_round_tokens` at the start
+        self._ends: list[tuple[float, int]] = []  # heap: (`_round_tokens` at the end, key); also of preempted ones
         self._num_decoding, self._kv_tokens = 0, 0.0
         self._ms = 0.0
-        self._tokens = 0.0  # tokens of a request that decodes from the start on
+        self._round_tokens = 0.0  # tokens that a request has generated which decodes since the simulation's start
         self._keys = itertools.count()
         self._start_ms: dict[int, float] = {}
         for work in running:
@@ -150,18 +151,20 @@ class QueueSimulation:
         return [self._start_ms.get(index, self._ms) / 1000 for index in range(num_waiting)]
 
     def _has_room(self, work: Work) -> bool:
+        """Return whether slots and pages suffice to admit the requests."""
         if not self._prompts and not self._num_decoding:
             return True
         kv_tokens = self._kv_tokens + self._num_decoding * self._reserved_tokens + work.num_requests * work.kv_tokens
         return work.num_requests <= self._num_free_slots and kv_tokens <= self._num_kv_tokens
 
     def _admit(self, work: Work, index: int) -> None:
+        """Give requests slots: queue their prompts, or decode. index: their number in `waiting`; -1 for others."""
         self._num_free_slots -= work.num_requests
         self._kv_tokens += work.num_requests * work.kv_tokens
         if work.prompt_tokens <= 0.0:
             if index >= 0:
                 self._start_ms[index] = self._ms
-            self._decode(work)
+            self._begin_decoding(work)
             return
         self._prompts.append((work, index))
         self._pending_tokens += work.num_requests * work.prompt_tokens
@@ -169,21 +172,23 @@ class QueueSimulation:
             self._begin_prompt()
 
     def _begin_prompt(self) -> None:
+        """Begin to compute the first of the queued prompts."""
         work, index = self._prompts[0]
         self._left_tokens = work.num_requests * work.prompt_tokens
         if index >= 0:
             self._start_ms[index] = self._ms
 
-    def _decode(self, work: Work) -> None:
+    def _begin_decoding(self, work: Work) -> None:
+        """Decode requests whose prompts are computed, until their answers end."""
         key = next(self._keys)
-        self._decoding[key] = work, self._tokens
+        self._decoding[key] = work, self._round_tokens
         self._num_decoding += work.num_requests
-        heapq.heappush(self._ends, (self._tokens + work.answer_tokens, key))
+        heapq.heappush(self._ends, (self._round_tokens + work.answer_tokens, key))
 
-    def _leave(self, key: int) -> Work:
-        """End a decoding request. Return what it would have to do to continue."""
+    def _end_decoding(self, key: int) -> Work:
+        """Remove a decoding group, which is finished or preempted. Return its work if it must start again."""
         work, start_tokens = self._decoding.pop(key)
-        tokens = self._tokens - start_tokens
+        tokens = self._round_tokens - start_tokens  # that each of its requests has generated
         kv_tokens = work.kv_tokens + tokens
         self._num_decoding -= work.num_requests
         self._num_free_slots += work.num_requests
@@ -206,22 +211,22 @@ class QueueSimulation:
         tokens, chunk_tokens, ms = self._steps.step(self._num_decoding, self._next_tokens())
         growth = tokens * self._num_decoding
         until_prompt = self._left_tokens / chunk_tokens if self._prompts else math.inf
-        until_end = (self._ends[0][0] - self._tokens) / tokens + ROUNDS_AFTER_END if self._ends else math.inf
+        until_end = (self._ends[0][0] - self._round_tokens) / tokens + ROUNDS_AFTER_END if self._ends else math.inf
         until_full = (self._num_kv_tokens - self._kv_tokens) / growth if len(self._decoding) > 1 else math.inf
         num_steps = max(0.0, min(until_prompt, until_end, until_full))
         self._ms += num_steps * ms
-        self._tokens += num_steps * tokens
+        self._round_tokens += num_steps * tokens
         self._kv_tokens += num_steps * growth
         if self._prompts:
             self._left_tokens -= num_steps * chunk_tokens
             self._pending_tokens -= num_steps * chunk_tokens
         if until_full < min(until_prompt, until_end):
-            self._waiting.appendleft((self._leave(next(reversed(self._decoding))), -1))
+            self._waiting.appendleft((self._end_decoding(next(reversed(self._decoding))), -1))
         elif until_prompt <= until_end:
-            self._decode(self._prompts.popleft()[0])
+            self._begin_decoding(self._prompts.popleft()[0])
             if self._prompts:
                 self._begin_prompt()
             else:
                 self._pending_tokens = 0.0
         else:
-            self._leave(heapq.heappop(self._ends)[1])
+            self._end_decoding(heapq.heappop(self._ends)[1])

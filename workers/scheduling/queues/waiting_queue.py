@@ -72,7 +72,7 @@ class WaitingQueue:
     def add(self, sequence: Sequence) -> None:
         """Insert a sequence by its deadline."""
         insort(self._by_tenant.setdefault(sequence.tenant, []), sequence, key=_ORDER)
-        self._count(sequence, 1, len(sequence.tokens) - sequence.num_cached)
+        self._add_load(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Remove a sequence, which must be in the queue."""
@@ -82,7 +82,7 @@ class WaitingQueue:
         del sequences[index]
         if not sequences:
             del self._by_tenant[sequence.tenant]
-        self._count(sequence, -1, -self._backlog.pop(sequence.number))
+        self._change_load(sequence, -1, self._backlog.pop(sequence.number))
 
     def reorder(self) -> None:
         """Sort and count again, after deadlines and `num_cached` have changed."""
@@ -90,19 +90,20 @@ class WaitingQueue:
         for sequences in self._by_tenant.values():
             sequences.sort(key=_ORDER)
             for sequence in sequences:
-                self._count(sequence, 1, len(sequence.tokens) - sequence.num_cached)
+                self._add_load(sequence)
 
-    def _count(self, sequence: Sequence, sign: int, backlog: int) -> None:
-        """Add a request to the load, or remove it with sign -1. backlog: prompt tokens to compute for it, with the
-        sign."""
+    def _add_load(self, sequence: Sequence) -> None:
+        backlog = self._backlog[sequence.number] = len(sequence.tokens) - sequence.num_cached
+        self._change_load(sequence, 1, backlog)
+
+    def _change_load(self, sequence: Sequence, sign: int, backlog: int) -> None:
+        """Add a request to the load (sign 1), or subtract it (sign -1). backlog: prompt tokens to compute for it."""
         load = self.load
-        if sign > 0:
-            self._backlog[sequence.number] = backlog
         self.load = QueueLoad(
             load.num_requests + sign,
             load.prompt_tokens + sign * len(sequence.prompt),
             load.max_output_tokens + sign * sequence.request.sampling.max_tokens,
-            load.backlog_tokens + backlog,
+            load.backlog_tokens + sign * backlog,
             load.input_bytes + sign * sequence.request.num_input_bytes,
         )
 

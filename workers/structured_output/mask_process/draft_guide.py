@@ -242,6 +242,7 @@ class TreeWalk:
         return (b" " if is_spaced else b"") + (bytes(others) if len(others) == 1 else b"")
 
     def _add_forced_text(self, text: bytes, level: int) -> _Position:
+        """Add the states of a text that the grammar forces to the guide, and return the position at its start."""
         states = self.texts.states(text)
         if len(states.forced) > self.guide.room:
             return _Position(NOWHERE)

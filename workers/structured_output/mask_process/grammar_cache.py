@@ -63,6 +63,7 @@ class GrammarCache:
         return cached
 
     def _compile(self, grammar: Grammar) -> "xgrammar.CompiledGrammar":
+        """Compile a grammar; the compiler is made at the first one."""
         from aerie.workers.structured_output.compiler import GrammarCompiler
 
         if self._compiler is None:

@@ -276,6 +276,7 @@ class MaskHost:
         return None
 
     def _answer(self, step: Step) -> None:
+        """Send the masks' rows of a finished step, and the requests whose masks failed."""
         self._step = None
         took_s = time.perf_counter() - step.began_s
         send(

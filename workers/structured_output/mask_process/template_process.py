@@ -142,6 +142,7 @@ class Template:
         self._socket = ours
 
     def _end(self) -> None:
+        """End the template process."""
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -304,6 +305,8 @@ def _processor(folder: str) -> Any:
 
 @functools.cache
 def _prepared(folder: str, vocab_size: int, end_token_ids: tuple[int, ...]) -> "Vocabulary":
+    """Read the vocabulary at low priority, because a server may be starting on the same cores."""
+
     def prepare() -> "Vocabulary":
         vocabulary = _vocabulary(folder, vocab_size)
         if end_token_ids:
