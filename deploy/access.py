@@ -167,7 +167,7 @@ def reach_ray(reach: Mapping[str, str]) -> None:
 
 
 def run_env(arguments: argparse.Namespace) -> int:
-    """`aerie env`: print the variables for a shell."""
+    """Run `aerie env`: print the variables for a shell."""
     for name, value in find_ray(arguments.port, arguments.address).items():
         print(f"export {name}={shlex.quote(value)}")
     return 0

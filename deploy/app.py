@@ -21,9 +21,12 @@ from aerie.deploy.nodes import cluster_nodes, local_nodes
 
 
 def build(args: dict[str, Any]) -> Application:
-    """Called by Serve in a Ray process, and by programs (`docs/serve-handles.md`). Relative paths in `args` start at
-    this folder, because Serve does not report the file's folder. Without Ray, as in `serve build`, this machine stands
-    for the cluster. Raises ConfigError, which Serve prints as the cause."""
+    """Build the application of a configuration. Called by Serve in a Ray process, and by programs
+    (`docs/serve-handles.md`).
+
+    Relative paths in `args` start at this folder, because Serve does not report the file's folder. Without Ray, as in
+    `serve build`, this machine stands for the cluster. Raises ConfigError, which Serve prints as the cause.
+    """
     from aerie.deploy.checks import planned  # imports torch, which `build_planned` does not need
 
     return application(planned(args, cluster_nodes() if ray.is_initialized() else local_nodes(1, None, None)))

@@ -196,6 +196,6 @@ def _check_tokenizer(config: AerieConfig, num_embedded: int) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`aerie plan`. Raises ConfigError."""
+    """Run `aerie plan`. Raises ConfigError."""
     nodes = local_nodes(arguments.nodes, arguments.cpus, arguments.gpus)
     return print_plan(read_command_line(arguments), nodes)

@@ -61,7 +61,7 @@ class NodeStart:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`aerie start`; see `start`."""
+    """Run `aerie start`; see `start`."""
     return start(NodeStart(**{field.name: getattr(arguments, field.name) for field in fields(NodeStart)}))
 
 

@@ -17,7 +17,7 @@ _RAYLET_LIMIT_S = 10.0  # to leave the cluster
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`aerie stop`; see `stop`."""
+    """Run `aerie stop`; see `stop`."""
     return stop(arguments.port, arguments.now)
 
 

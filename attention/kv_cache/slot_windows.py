@@ -99,7 +99,7 @@ class SlotWindows:
         self.pages.release(table[self.first[slot] :])
         self.first[slot] = 0
 
-    def spoil(self, pages: Sequence[int], num_free: int) -> None:
+    def record_nan_pages(self, pages: Sequence[int], num_free: int) -> None:
         """Record that `pages`, and their window pages, may hold NaN. num_free: free window pages before some of these
         were freed."""
         attached = [self.pages.of[page] for page in pages]

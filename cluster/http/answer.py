@@ -158,7 +158,11 @@ class Answer:
                 self.stop_reason = None if self.matched_stop in self._eos_token_ids else self.matched_stop
 
     def _piece(self, delta: TokenDelta, shown: list[str], offsets: list[int], texts: list[str]) -> Piece:
-        """offsets, texts: those of the delta's tokens that belong to the answer."""
+        """Return the piece that a delta adds to the answer.
+
+        shown: parts of the text to send.
+        offsets, texts: those of the delta's tokens that belong to the answer.
+        """
         num_tokens = len(offsets)
         return Piece(
             text="".join(shown),

@@ -101,7 +101,8 @@ def replicas_for(loads: Collection[float], current: int) -> int:
 
 
 def desired_replicas(context: ScalingContext) -> tuple[int, dict[str, Any]]:
-    """Called by Serve. The second result is a state for Serve to keep; it is empty."""
+    """Return the number of engines that Serve should run, and a state for Serve to keep, which is empty. Called by
+    Serve."""
     loads = (context.aggregated_metrics or {}).get("load", {})
     return replicas_for(loads.values(), context.target_num_replicas), {}
 

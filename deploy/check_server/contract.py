@@ -95,7 +95,7 @@ class Setting:
 
 
 async def copies(ask: Asker, setting: Setting) -> Result:
-    """Identifiers that the model copies right alone, and wrong beside others: KV or tokens of another request."""
+    """Find identifiers that the model copies right alone and wrong beside others: KV or tokens of another request."""
     result, rng = Result("identifiers copied under load"), setting.rng("copies")
     prompts, wanted = [], []
     for _ in range(setting.count):
@@ -117,7 +117,7 @@ async def copies(ask: Asker, setting: Setting) -> Result:
 
 
 async def stop_strings(ask: Asker, setting: Setting) -> Result:
-    """Text after a stop string, whole and streamed, wherever the string lies in tokens."""
+    """Find answers with text after a stop string, whole and streamed, wherever the string lies in tokens."""
     result, rng = Result("stop strings"), setting.rng("stops")
     async with neighbours(ask, setting.others, 100, setting.seed + 1):
         for _ in range(setting.count):
@@ -151,7 +151,7 @@ def _expect_stopped(result: Result, stop: str, text: str, answer: str, finish: s
 
 
 async def streams(ask: Asker, setting: Setting) -> Result:
-    """Streamed text that is not the whole answer's."""
+    """Find streams whose text is not the whole answer's."""
     result, rng = Result("streamed text"), setting.rng("streams")
     for _ in range(setting.count):
         body: dict[str, Any] = {"prompt": words_of(rng, 30), "temperature": 0, "max_tokens": setting.max_tokens}
@@ -174,7 +174,7 @@ async def streams(ask: Asker, setting: Setting) -> Result:
 
 
 async def usages(ask: Asker, setting: Setting) -> Result:
-    """Counts of tokens that do not add up, and log-probabilities of other tokens than the text's."""
+    """Find counts of tokens that do not add up, and log-probabilities of other tokens than the text's."""
     result, rng = Result("usage and log-probabilities"), setting.rng("usage")
     async with neighbours(ask, setting.others, 100, setting.seed + 2):
         for number in range(setting.count):
@@ -218,7 +218,7 @@ def _expect_sum(result: Result, usage: Usage, how: str) -> None:
 
 
 async def tool_calls(ask: Asker, setting: Setting) -> Result:
-    """Streamed tool calls that a strict client cannot put together, or that are not the whole answer's."""
+    """Find streamed tool calls that a strict client cannot put together, or that are not the whole answer's."""
     result, rng = Result("tool calls"), setting.rng("tools")
     for number in range(setting.count):
         city = rng.choice(NAMES).title()

@@ -84,7 +84,7 @@ def key_digest(key: object) -> str:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`aerie config`."""
+    """Run `aerie config`."""
     if arguments.keys is not None:
         print("\n".join(key_lines(arguments.keys)))
     else:

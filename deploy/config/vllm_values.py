@@ -307,7 +307,7 @@ def sampling_defaults(value: Any) -> Changes:
 
 
 def generation_config(value: Any) -> Changes:
-    """`auto`: use the model folder's generation config, as without the option. `vllm`: do not use it."""
+    """Parse `auto` (use the model folder's generation config, as without the option) or `vllm` (do not use it)."""
     match value:
         case "auto":
             return {}

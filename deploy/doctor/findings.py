@@ -198,7 +198,7 @@ def _hub(machine: Machine) -> Finding:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """`aerie doctor`; see `run_doctor`."""
+    """Run `aerie doctor`; see `run_doctor`."""
     return run_doctor(arguments.config, arguments.bundle)
 
 

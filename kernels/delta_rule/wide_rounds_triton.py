@@ -289,7 +289,7 @@ def replay_rows(kept: DeltaState, weights: AllWeights, tables: RoundTables) -> N
 def _launch_replay(
     kept: DeltaState | LayerState, weights: tuple[Tensor | None, ...], layers: int, tables: RoundTables
 ) -> None:
-    """weights: the first four arguments of `_replay`."""
+    """Launch `_replay`. weights: its first four arguments. layers: number of layers in `kept`."""
     heads, part = kept.heads, min(kept.heads.value_dim, REPLAY_PART)
     tensors = kept.state, kept.conv, kept.committed, kept.saved_state, kept.saved_conv
     _replay[(heads.value_heads * (heads.value_dim // part), layers, len(tables.slots))](

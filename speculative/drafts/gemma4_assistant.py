@@ -261,7 +261,8 @@ class TokenClusters(WeightedModule):
         return (WeightKey("token_ordering"),)
 
     def load(self, key: WeightKey, full: Tensor) -> None:
-        """full: [vocabulary] integers, the tokens in order of their clusters."""
+        """Store the clusters of this rank's part of the vocabulary. full: [vocabulary] integers, tokens in order of
+        clusters."""
         shard = self.shard
         check_shape(full, (shard.vocab_size,))
         if full.dtype.is_floating_point:

@@ -30,8 +30,12 @@ MAX_DENSE_EXPERTS = 64
 
 
 def layer_config(config: PreTrainedConfig, attention: Callable[..., Any], **changes: Any) -> PreTrainedConfig:
-    """Return a copy of transformers' configuration, with which layers have this attention, one of those registered
-    here, and, of few experts, `dense_experts`. changes: other fields."""
+    """Return a copy of a configuration of transformers, whose layers use this attention function, and `dense_experts`
+    if they have few experts.
+
+    attention: one of the functions registered in this module.
+    changes: other fields to set.
+    """
     copied = copy.deepcopy(config)
     copied._attn_implementation = attention.__name__
     experts = [getattr(config, name, None) or 0 for name in ("num_local_experts", "num_experts")]

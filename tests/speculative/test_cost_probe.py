@@ -12,7 +12,7 @@ from aerie.workers.config import RoundShapes, SchedulerConfig
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.runner.batch import StepBatch, StepTensors
-from aerie.workers.runner.costs.cost_points import least_ms, table_of, wanted
+from aerie.workers.runner.costs.cost_points import least_ms, points_to_measure, table_of
 from aerie.workers.runner.costs.cost_probe import LIMIT_S, CostProbe, probe_costs, probe_extent
 from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
 from aerie.workers.runner.graphs.graph_keys import token_buckets
@@ -84,7 +84,7 @@ def measured(pair: Pair, limit_s: float, max_running: int, max_step_tokens: int)
     model = ModelOfCosts(layout, slots)
     extent = probe_extent(layout, PAGE, (), CPU)
     probe = CostProbe(model, slots, SOLO, layout, PAGE, Timer(CPU, model.clock))
-    return table_of(probe.measure(wanted(extent), limit_s), extent), model
+    return table_of(probe.measure(points_to_measure(extent), limit_s), extent), model
 
 
 @pytest.mark.parametrize(("max_running", "max_step_tokens"), [(1, 1), (13, 300), *slow((6, 32), (64, 1500))])
@@ -122,7 +122,7 @@ def test_tokens_differ_and_their_kv_has_pages(pair: Pair) -> None:
 
     model = Watching(layout, slots)
     probe = CostProbe(model, slots, SOLO, layout, PAGE, Timer(CPU, model.clock))
-    probe.measure(wanted(probe_extent(layout, PAGE, (), CPU)), 1e9)
+    probe.measure(points_to_measure(probe_extent(layout, PAGE, (), CPU)), 1e9)
     assert num_rounds and num_chunks
     assert not slots.page_table.any() and not slots.bonus.any() and not slots.seq_len.any()
 
@@ -156,7 +156,7 @@ def test_ranks_with_different_clocks_run_the_same_steps_and_make_the_same_table(
         slots = fake_engine(pair, 16, 512)[1]
         model = ModelOfCosts(layout, slots, slowness)
         probe = CostProbe(model, slots, Group(rank, 2), layout, PAGE, Timer(CPU, model.clock))
-        table = table_of(probe.measure(wanted(extent), 0.5), extent)
+        table = table_of(probe.measure(points_to_measure(extent), 0.5), extent)
         found.append((table, [(b.shape, b.num_requests, b.max_kv_len) for b in model.batches]))
     assert found[0][1] == found[1][1]
     assert found[0][0].round_ms(1, 16) == pytest.approx(found[1][0].round_ms(1, 16)) == pytest.approx(8.2 * 1.5)
@@ -164,7 +164,7 @@ def test_ranks_with_different_clocks_run_the_same_steps_and_make_the_same_table(
 
 def test_a_step_is_expected_to_take_what_smaller_ones_took(pair: Pair) -> None:
     layout, _ = fake_engine(pair, 16, 512)
-    alone, full, *_ = wanted(probe_extent(layout, PAGE, (), CPU))
+    alone, full, *_ = points_to_measure(probe_extent(layout, PAGE, (), CPU))
     points = alone.points + full.points
     found = {point: 1.0 + point.num_requests for point in points}
     largest = dataclasses.replace(points[0], num_requests=16, chunk_tokens=128)

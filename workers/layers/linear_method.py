@@ -55,7 +55,12 @@ class LinearShape:
 
     @staticmethod
     def stacked(rows: Iterable[tuple[str, Span]], columns: Span, padding: int = 0) -> "LinearShape":
-        """rows: this rank's rows of each part, by name."""
+        """Return the shape of several linear layers with the same inputs, stacked to one.
+
+        rows: this rank's rows of each part, by name.
+        columns: this rank's inputs.
+        padding: rows of zeros at the end.
+        """
         parts, offset = [], 0
         for name, span in rows:
             parts.append(Part(name, span, columns, offset))

@@ -58,7 +58,7 @@ class Router(WeightedModule):
         return router
 
     def weights(self, num_shared: int) -> RouterWeights:
-        """num_shared: shared experts joined to the routed ones."""
+        """Return the weights as kernels take them. num_shared: shared experts joined to the routed ones."""
         scales = None if self.scales is None else self.scales.weight
         return RouterWeights(self.weight, self.bias, self.e_score_correction_bias, scales, self.routing, num_shared)
 

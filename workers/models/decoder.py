@@ -48,7 +48,7 @@ class TargetModel(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
-        """ids: [rows] int64. Writes the rows' KV into the context's pool."""
+        """Return the hidden states of rows ids [rows] int64, and write their KV to the context's pool."""
 
 
 def in_default_dtype(value: float) -> float:
@@ -97,7 +97,7 @@ class Decoder(TargetModel):
         )
 
     def forward(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
-        """ids: [rows] int64. Writes the rows' KV into the context's pool."""
+        """Return the hidden states of rows ids [rows] int64, and write their KV to the context's pool."""
         residual, positions = self.embed_tokens(ids), context.positions
         if self.embedding_scale is not None:
             residual = residual * self.embedding_scale

@@ -178,7 +178,7 @@ def _with_columns(matrix: MatrixCodes, group: int | None, num_columns: int) -> M
 
 
 def _room_for(weight: PackedWeight, num_experts: int) -> PackedWeight:
-    """Allocate the weights of `num_experts` experts as large as `one`."""
+    """Allocate the weights of `num_experts` experts, each as large as `weight`."""
 
     def room(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else tensor.new_empty((num_experts, *tensor.shape))

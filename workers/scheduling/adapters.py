@@ -107,7 +107,7 @@ class Adapters:
             raise ValueError(f"adapter={name}: " + (f"is not loaded; loaded: {known}" if self.is_enabled else _NONE))
 
     def find(self, name: str) -> Adapter | None:
-        """Return the adapter of a request that has come; None without one. `left` must follow."""
+        """Return the adapter of a new request, and count the request until `left`; None without an adapter."""
         if not name:
             return None
         adapter = self._by_name[name]
@@ -115,7 +115,7 @@ class Adapters:
         return adapter
 
     def left(self, adapter: Adapter | None) -> None:
-        """Record that a request has ended."""
+        """Record that a request has ended that `find` counted."""
         if adapter is not None:
             adapter.num_requests -= 1
             self._forget_unused(adapter)

@@ -223,7 +223,7 @@ class SlotPages(SlotLengths):
         `SamplingParams.cache_salt`."""
         return self.cache_salt[slot] if slot >= 0 else salt_of_weights(own, self.weight_epoch)
 
-    def spoil(self, slot: int, tokens: npt.NDArray[np.int32], salt: bytes) -> None:
+    def drop_nan_pages(self, slot: int, tokens: npt.NDArray[np.int32], salt: bytes) -> None:
         """Drop the KV of `tokens`, which may hold NaN, from the prefix cache, and zero its pages before they get
         another owner (`NaNPages`).
 
@@ -234,7 +234,7 @@ class SlotPages(SlotLengths):
         pages = cached + (self.pages[slot] if slot >= 0 else [])
         self.nan_pages.add(pages)
         if self.windows is not None:
-            self.windows.spoil(pages, num_free)
+            self.windows.record_nan_pages(pages, num_free)
 
     def save_states(self, slots: Slots, margin: int) -> bytes:
         """Return the states that the plan saves, as `StepPlan.saved_states`.

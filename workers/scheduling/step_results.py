@@ -144,7 +144,7 @@ class StepResults:
                 if finish == FINISH_NOT_FINITE:
                     sequence = step.sequences[entry]
                     salt = self._slot_pages.salt(sequence.slot, sequence.salt)
-                    self._slot_pages.spoil(sequence.slot, sequence.known_tokens(), salt)
+                    self._slot_pages.drop_nan_pages(sequence.slot, sequence.known_tokens(), salt)
         outputs = []
         for sequence, why in failed:
             if not sequence.is_finished:

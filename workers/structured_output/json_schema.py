@@ -73,9 +73,10 @@ class _Alternatives:
 
 
 def discriminator(references: References, branches: Sequence[Any], path: str) -> str | None:
-    """Return "" if the branches exclude each other by their types and values, else a property that all objects among
-    them describe by different values: they exclude each other where it is required. None if neither is shown.
+    """Return a property whose value says which branch of a union an object belongs to, because each branch lists other
+    values for it. Return "" if types and values alone show that at most one branch is valid, None if nothing shows it.
 
+    references: resolves the branches' references.
     path: place of the union. Raises UnsupportedSchemaError for invalid references.
     """
     alternatives = _Alternatives(references, branches, path)
@@ -158,7 +159,8 @@ class _Writer:
         return {"$defs": definitions, **written} if definitions else written
 
     def _written(self, schema: Any, path: str, depth: int, more: frozenset[str] = frozenset()) -> Any:
-        """more: properties that objects require, too."""
+        """Return a schema as the compiler takes it. Raises UnsupportedSchemaError. path: of the schema, for errors.
+        more: properties that objects require, too."""
         if depth > self._max_depth:
             raise UnsupportedSchemaError(path, "", f"schemas are nested more than {self._max_depth} deep; flatten it")
         if schema is True:

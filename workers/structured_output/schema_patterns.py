@@ -34,7 +34,8 @@ def without_escaped(pattern: str) -> str:
 
 
 def _without_escaped(part: str) -> str:
-    """part: a character, an escape or a character class."""
+    """Return a part of a pattern without the characters that JSON escapes. part: a character, an escape or a character
+    class."""
     if part == ".":
         return f"[^{_NOT}]"
     if part in _SETS:

@@ -92,7 +92,8 @@ class QwenEncoder(ImageEncoder):
         self._in_one_launch = False
 
     def fuse(self, has_values: bool = True, in_one_launch: bool | None = None) -> Sequence[str]:
-        """in_one_launch: see `fused.SpanAttention`; None: wherever it can be."""
+        """Replace modules of the tower with fused ones. in_one_launch: see `fused.SpanAttention`; None: wherever it can
+        be."""
         weight = next(self.tower.parameters())
         if in_one_launch is None:
             in_one_launch = Capability.of(weight.device).has_streams and weight.dtype.itemsize == 2
@@ -202,7 +203,7 @@ class _PatchEmbedding(nn.Module):
         self.proj = proj
 
     def forward(self, patches: Tensor) -> Tensor:
-        """patches: [patches, channels * frames * pixels]."""
+        """Return the embeddings of patches [patches, channels * frames * pixels]."""
         return nn.functional.linear(patches, self.proj.weight.flatten(1), self.proj.bias)
 
 

@@ -152,7 +152,7 @@ class ReasoningTokens:
         self._is_over = False
 
     def push(self, delta: ReplyDelta, token_bytes: Iterable[bytes]) -> None:
-        """token_bytes: bytes of the tokens of `delta`'s piece."""
+        """Count the tokens of a delta that write reasoning. token_bytes: bytes of the tokens of `delta`'s piece."""
         if self._is_over:
             return
         for piece in token_bytes:

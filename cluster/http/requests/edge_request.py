@@ -149,7 +149,7 @@ class EdgeRequest:
 
 
 async def chat_request(body: ChatCompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
-    """Raises ApiError."""
+    """Return the engine's request for a chat. Raises ApiError."""
     check_model(body.model, config)
     if body.top_logprobs and not body.logprobs:
         raise invalid("top_logprobs", "top_logprobs needs logprobs: true")
@@ -238,7 +238,7 @@ async def _chat_text(
 
 
 async def text_request(body: CompletionRequest, config: EdgeConfig, tokenizer: ChatTokenizer) -> EdgeRequest:
-    """Raises ApiError."""
+    """Return the engine's request for a completion. Raises ApiError."""
     check_model(body.model, config)
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise unsupported("best_of", "it must equal n; request n choices and rank them by logprobs")

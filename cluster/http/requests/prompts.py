@@ -213,7 +213,10 @@ def read_embeds(value: Any, max_prompts: int) -> list[PromptInputs]:
 
 
 def _embeddings(text: str) -> Embeddings:
-    """Raises ValueError, and what a foreign file makes zipfile and the indexing of its description raise."""
+    """Return the tensor of a file that `torch.save` wrote, in base64, without executing its pickle.
+
+    Raises ValueError, and for a file of another origin what zipfile and indexing of its description raise.
+    """
     with zipfile.ZipFile(io.BytesIO(a2b_base64(text, strict_mode=True))) as archive:
         entries = {entry.filename.partition("/")[2]: entry for entry in archive.infolist()}
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries.values()):

@@ -80,7 +80,7 @@ class ResponseStore:
         return max(len(self._stored[owner]) / self._limit, self._num_bytes[owner] / self._bytes_limit)
 
     def get(self, owner: str, response_id: str, param: str | None) -> StoredResponse:
-        """Raises ApiError (404)."""
+        """Return a stored reply. param: the parameter that names it, for errors. Raises ApiError (404)."""
         if response_id not in self._stored[owner]:
             message = (
                 f"Response with id '{response_id[:100]}' not found. It was sent with store: false, has made room for "
@@ -90,7 +90,7 @@ class ResponseStore:
         return self._stored[owner][response_id][0]
 
     def remove(self, owner: str, response_id: str) -> None:
-        """Raises ApiError (404)."""
+        """Remove a stored reply. Raises ApiError (404)."""
         self.get(owner, response_id, None)
         self._num_bytes[owner] -= self._stored[owner].pop(response_id)[1]
 

@@ -153,7 +153,7 @@ def read_form(path: str, raw: Mapping[str, Any], num_layers: int, vocab_size: in
 
 
 def read_scales(path: str, raw: Mapping[str, Any]) -> Scales:
-    """Raises ValueError for a factor that is not a number above 0."""
+    """Read the factors on embeddings and logits. Raises ValueError for one that is not a number above 0."""
     source, keys = f"draft {path}", all_keys(path, raw)
     cap = keys.get("final_logit_softcapping") or None
     return Scales(

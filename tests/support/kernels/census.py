@@ -292,7 +292,7 @@ class Rank:
             ahead.close()
             graphed.capture(GraphCapture(), worker._group, first)
             warm_up.warm_up(worker, layout, deterministic=self.deterministic)
-            for point in (point for group in cost_points.wanted(extent) for point in group.points):
+            for point in (point for group in cost_points.points_to_measure(extent) for point in group.points):
                 probe._set_dummy_requests(point.num_requests, 0 if point.chunk_tokens else point.context)
                 graphed.step(probe._batch(point))
 

@@ -1,4 +1,4 @@
-"""SlotPages by itself: what the ranks are told of page tables, and whose pages are whose after `share` and `spoil`."""
+"""SlotPages by itself: what ranks learn of page tables, and who has which pages after `share` and `drop_nan_pages`."""
 
 import numpy as np
 import pytest
@@ -62,7 +62,7 @@ def test_pages_that_may_hold_nan_are_zeroed_before_their_next_owner(pages: SlotP
     pages.share(slot, TOKENS)
     held = sorted(pages.pages[slot])
     assert pages.take_cleared() == b""
-    pages.spoil(slot, TOKENS, b"")
+    pages.drop_nan_pages(slot, TOKENS, b"")
     assert unpack_i32(pages.take_cleared()).tolist() == [DUMMY_PAGE]
     pages.release(slot, TOKENS, 0)
     assert pages.take_cleared() == b"" and pages.num_free_slots == 3
@@ -75,7 +75,7 @@ def test_pages_of_a_request_without_a_slot_are_those_that_the_cache_has(pages: S
     slot = enter(pages, 0)
     held = sorted(pages.pages[slot])
     pages.release(slot, TOKENS, 3 * PAGE)
-    pages.spoil(-1, TOKENS, b"")
+    pages.drop_nan_pages(-1, TOKENS, b"")
     assert unpack_i32(pages.take_cleared()).tolist() == [DUMMY_PAGE]
     assert pages.fit_slot(enter(pages, 1, 0), 19 * PAGE) == 0
     assert unpack_i32(pages.take_cleared()).tolist() == held

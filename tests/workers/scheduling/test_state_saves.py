@@ -138,7 +138,7 @@ def test_a_failed_request_leaves_no_state():
         sim.step()
     sequence = sim.scheduler.queues.find(request.request_id)
     slot_pages = sim.scheduler.slot_pages
-    slot_pages.spoil(sequence.slot, sequence.known_tokens(), b"")
+    slot_pages.drop_nan_pages(sequence.slot, sequence.known_tokens(), b"")
     sim.scheduler.queues.finish(sequence, FinishReason.ERROR, 0, 0.0)
     assert sim.scheduler.prefix_cache.snapshots.num_saved == 0
     check_queues(sim.scheduler.queues)

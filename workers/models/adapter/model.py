@@ -194,7 +194,7 @@ class TransformersModel(TargetModel):
             capture_streams(layers, capture, self._streams.__setitem__)
 
     def forward(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
-        """ids: [rows] int64. Writes the rows' KV to the context's pool."""
+        """Return the hidden states of rows ids [rows] int64, and write their KV to the context's pool."""
         self._streams.clear()
         with self._passing.over(context), self._host_constants.over_pass():
             inputs = {"input_ids": ids.unsqueeze(0)}

@@ -96,7 +96,7 @@ class ProbeExtent:
         return min(self.max_context, self.num_kv_tokens // num_requests) // self.page_size * self.page_size
 
 
-def wanted(extent: ProbeExtent) -> list[PointGroup]:
+def points_to_measure(extent: ProbeExtent) -> list[PointGroup]:
     """Return the points to measure, most important first."""
     shapes, sizes, tokens = extent.shapes, extent.batch_sizes, extent.chunk_tokens
     default, most = shapes.default, extent.max_running
@@ -144,8 +144,8 @@ def wanted(extent: ProbeExtent) -> list[PointGroup]:
 
 
 def measured_steps(extent: ProbeExtent) -> list[tuple[int, int, int, int]]:
-    """Return (shape, requests that run a round, prompt tokens, context) of each point of `wanted`."""
-    points = [point for group in wanted(extent) for point in group.points]
+    """Return (shape, requests that run a round, prompt tokens, context) of each point of `points_to_measure`."""
+    points = [point for group in points_to_measure(extent) for point in group.points]
     return [(point.shape, point.num_requests, point.chunk_tokens, point.context) for point in points]
 
 

@@ -17,7 +17,7 @@ from aerie.kernels.kv.batches import PrefillBatch, RowInputs
 from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.runner.batch import PromptChunks, StepBatch
-from aerie.workers.runner.costs.cost_points import Point, PointGroup, ProbeExtent, least_ms, table_of, wanted
+from aerie.workers.runner.costs.cost_points import Point, PointGroup, ProbeExtent, least_ms, points_to_measure, table_of
 from aerie.workers.runner.decoding import DecodingStrategy
 from aerie.workers.sampling import SamplingNeeds
 from aerie.workers.scheduling.cost_table import CostTable
@@ -178,4 +178,4 @@ def probe_costs(
     device = slots.device
     extent = probe_extent(layout, page_size, token_buckets, device)
     probe = CostProbe(strategy, slots, group, layout, page_size, Timer(device), states)
-    return table_of(probe.measure(wanted(extent), LIMIT_S[device.type]), extent)
+    return table_of(probe.measure(points_to_measure(extent), LIMIT_S[device.type]), extent)

@@ -28,16 +28,16 @@ class Shares:
         )
 
     def running_with(self, sequence: Sequence) -> dict[Tenant, float]:
-        """Return the number of running requests of each tenant, divided by its weight, with `sequence`, which may
-        wait."""
+        """Return each tenant's number of running requests divided by its weight, as if `sequence` ran."""
         running = {sequence.tenant: 0.0 if sequence.slot >= 0 else 1.0 / sequence.tenant.weight}
         for other in self._queues.active.values():
             running[other.tenant] = running.get(other.tenant, 0.0) + 1.0 / other.tenant.weight
         return running
 
     def is_next(self, tenant: Tenant) -> bool:
-        """Whether a new request of this tenant, which is not alone, would start as soon as its others have: no other
-        waiting tenant comes first, and it has a free slot or may take one (`above_share`)."""
+        """Whether a new request of this tenant would start right after the tenant's own waiting requests: no other
+        waiting tenant comes first, and a slot is free, or the tenant may take one (`above_share`). Asked only if other
+        tenants have requests."""
         by_tenant = self._queues.waiting.by_tenant()
         num_waiting = len(by_tenant.get(tenant, ()))
         served = self._queues.tenants.counter(tenant, bool(num_waiting))

@@ -157,8 +157,8 @@ class MaskHost:
     # ---- the leader
 
     def _lead(self, me: object) -> None:
-        """Carry out orders until another thread becomes the leader or the rank ends. me: this thread's mark, compared
-        with `_leader`."""
+        """Carry out orders until another thread becomes the leader or the rank ends. me: this thread's mark in
+        `_leader`."""
         buffers = FillBuffers(self._table)
         try:
             while True:
