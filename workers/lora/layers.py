@@ -18,6 +18,7 @@ from aerie.kernels.lora.product import RANK_STEP, LoraTables, RowAdapters, add_l
 from aerie.kernels.norm.norm import silu_mul
 from aerie.workers.layers.attention import Attention
 from aerie.workers.layers.forward_context import ForwardContext, RowIndex
+from aerie.workers.layers.gated_delta_net import GatedDeltaNet
 from aerie.workers.layers.linear import LinearBase, ReplicatedLinear
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part
 from aerie.workers.layers.moe import GatedMLP
@@ -83,18 +84,22 @@ class AdapterRows(RowIndex):
 
 def adaptable_layers(model: nn.Module) -> dict[str, LinearBase]:
     """Return the layers of a target or draft that adapters may change, by path: the projections of grouped-query
-    attention and of gated MLPs in its blocks, and a draft's `fc`. Others have kernels that skip
+    attention, of recurrent layers and of gated MLPs, and a draft's `fc`. Others have kernels that skip
     `LinearMethod.multiply`, such as experts and latent attention."""
     layers: dict[str, LinearBase] = {}
     for path, module in model.named_modules():
         parts = dict(module.named_children())
-        if isinstance(attention := parts.get("self_attn"), Attention):
-            layers |= {f"{path}.self_attn.qkv": attention.qkv, f"{path}.self_attn.o_proj": attention.o_proj}
-        if "self_attn" in parts and isinstance(mlp := parts.get("mlp"), GatedMLP):
-            layers |= {f"{path}.mlp.gate_up": mlp.gate_up, f"{path}.mlp.down_proj": mlp.down_proj}
+        for name in ("self_attn", "mlp") if "self_attn" in parts else ():
+            if isinstance(parts.get(name), Attention | GatedDeltaNet | GatedMLP):
+                layers |= _linear_layers(f"{path}.{name}", parts[name])
     if isinstance(projection := dict(model.named_children()).get("fc"), ReplicatedLinear):
         layers["fc"] = projection
     return layers
+
+
+def _linear_layers(path: str, module: nn.Module) -> dict[str, LinearBase]:
+    """Return the linear layers of a module at `path`, by their paths."""
+    return {f"{path}.{name}": each for name, each in module.named_children() if isinstance(each, LinearBase)}
 
 
 def checked_layers(model: nn.Module, title: str) -> dict[str, LinearBase]:

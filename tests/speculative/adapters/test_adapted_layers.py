@@ -1,0 +1,90 @@
+"""Adapters of layers beside grouped-query attention and MLPs, in tiny models of their families: greedy tokens of peft's
+merged models, in float32."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from aerie.attention.config import CacheConfig
+from aerie.speculative.build import local_engine
+from aerie.speculative.config import SpeculativeConfig
+from aerie.workers.config import LoraConfig, SchedulerConfig
+from tests.speculative.adapters.conftest import GREEDY, Adapted, of
+from tests.speculative.conftest import EOS, Pair
+from tests.support.slow import slow
+from tests.support.targets.adapters import make_adapter, merged_tokens
+from tests.support.tiny_models import VOCAB, make_eagle, make_target
+
+ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+# Names of the modules that adapters change, by architecture.
+MODULES: dict[str, tuple[str, ...]] = {
+    "Qwen3_5": (*ATTENTION, *MLP, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    "Qwen3Next": (*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"),
+}
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Adapted]:
+    """Returns what an architecture's tests share, by its name."""
+    return functools.cache(lambda architecture: make_family(tmp_path_factory.mktemp("family"), architecture))
+
+
+def make_family(folder: Path, architecture: str) -> Adapted:
+    """A tiny target, an EAGLE head that is often right about its text, and two adapters: one of all layers, and one of
+    half of the modules."""
+    modules = MODULES[architecture]
+    target = make_target(folder / "target", architecture=architecture, calm=0.003)
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (43, 5, 30, 17)]
+    settings = {"all": {"r": 8, "target_modules": list(modules)}, "half": {"r": 3, "target_modules": list(modules[::2])}}
+    made = {
+        name: make_adapter(folder / name, target, seed, **given) for seed, (name, given) in enumerate(settings.items())
+    }
+    expected = {
+        name: merged_tokens(target, path, prompts, GREEDY.max_tokens, EOS) for name, path in {"": None, **made}.items()
+    }
+    assert len({str(tokens) for tokens in expected.values()}) == len(expected), "each adapter changes the text"
+    eagle = make_eagle(folder / "eagle", target, copying=True)
+    return Adapted(Pair(target, eagle, folder, prompts), {name: str(path) for name, path in made.items()}, expected)
+
+
+METHODS: dict[str, SpeculativeConfig | None] = {
+    "none": None,
+    "suffix": SpeculativeConfig("", "suffix", 3, 1, 4),
+    "chain": SpeculativeConfig("eagle", "eagle", 3, 1, 4),
+    "tree": SpeculativeConfig("eagle", "eagle", 4, 3, 10),
+}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "method", "ranks"),
+    [
+        ("Qwen3_5", "tree", 1),
+        ("Qwen3Next", "chain", 2),
+        *slow(*(("Qwen3_5", method, ranks) for method in ("none", "suffix", "chain") for ranks in (1, 2))),
+        *slow(("Qwen3Next", "none", 1), ("Qwen3Next", "tree", 2)),
+    ],
+)
+def test_all_layers_of_a_family_take_adapters(
+    family: Callable[[str], Adapted], architecture: str, method: str, ranks: int
+) -> None:
+    """Prompts in chunks beside rounds; requests with both adapters and none in one batch, then with none, and then from
+    cached pages."""
+    adapted, speculative = family(architecture), METHODS[method]
+    pair = adapted.pair
+    if speculative is not None and speculative.path:
+        speculative = dataclasses.replace(speculative, path=str(pair.eagle))
+    cache, scheduler = CacheConfig(page_size=4, num_pages=160, state_snapshots=16), SchedulerConfig(6, 24)
+    spec = pair.spec(speculative, cache, scheduler, tensor_parallel=ranks)
+    spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, lora=LoraConfig(adapted.adapters, 2)))
+    jobs = [(name, i) for i in range(len(pair.prompts)) for name in ("", "all", "half")]
+    with local_engine(spec) as engine:
+        for chosen in (jobs, [("", i) for i in range(len(pair.prompts))], jobs[:3]):
+            requests = engine.generate([pair.prompts[i] for _, i in chosen], [of(name) for name, _ in chosen])
+            assert [request.output for request in requests] == [adapted.expected[name][i] for name, i in chosen]
+            if method in ("chain", "tree"):
+                assert sum(sum(request.acceptance_histogram[1:]) for request in requests) > 0, "some drafts are right"
