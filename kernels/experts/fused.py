@@ -18,6 +18,8 @@ from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.lazy_import import load
 from aerie.kernels.span import Span
 
+MAX_VARIANT_ROWS = 8192  # rows of a long prompt's chunk; larger chunks use the same tiles
+
 
 class FusedExperts(ABC):
     """The fused experts of one layer."""
@@ -26,6 +28,15 @@ class FusedExperts(ABC):
     @abstractmethod
     def inputs(self) -> Fp8Inputs | None:
         """The FP8 format that `multiply` accepts besides the model's dtype; None without FP8 weights."""
+
+    @abstractmethod
+    def without_shared(self) -> "FusedExperts":
+        """Return the routed experts alone, with the same weights."""
+
+    @abstractmethod
+    def variant_rows(self, slots: int) -> list[int]:
+        """Return numbers of rows that launch all variants of the kernels, for up to `MAX_VARIANT_ROWS` rows. slots:
+        experts of a row, including shared ones."""
 
     @abstractmethod
     def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None) -> Tensor:

@@ -1,18 +1,18 @@
 """The Triton implementation of `aerie.kernels.experts.fused`: chooses kernels by the number of rows."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from aerie.kernels.experts.few_rows_triton import few_row_experts
-from aerie.kernels.experts.fused import FusedExperts
+from aerie.kernels.experts.fused import MAX_VARIANT_ROWS, FusedExperts
 from aerie.kernels.experts.many_rows_triton import many_row_experts, many_row_tiles
 from aerie.kernels.experts.ordered.ordered_rows_triton import fits_ordered_rows, ordered_row_experts
 from aerie.kernels.experts.route import RouterLogits
 from aerie.kernels.experts.route_triton import route
-from aerie.kernels.experts.weights import ExpertWeights, few_row_tiles
+from aerie.kernels.experts.weights import MAX_FEW_ROWS, ExpertWeights, few_row_tiles
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
 from aerie.kernels.fp8.rows_triton import quantize_rows
 from aerie.kernels.gemm.workspace import Workspace
@@ -34,6 +34,17 @@ class TritonExperts(FusedExperts):
     @property
     def inputs(self) -> Fp8Inputs | None:
         return Fp8Inputs(self.weights.by_group, sys.maxsize, plain=True) if self.weights.in_fp8 else None
+
+    def without_shared(self) -> "TritonExperts":
+        return replace(self, weights=self.weights.without_shared())
+
+    def variant_rows(self, slots: int) -> list[int]:
+        sizes, found = self.weights.sizes(slots), dict[object, int]()
+        for rows in (*range(1, MAX_FEW_ROWS + 1), *range(MAX_FEW_ROWS + 1, MAX_VARIANT_ROWS + 1, MAX_FEW_ROWS)):
+            is_few = rows <= MAX_FEW_ROWS
+            tiles = few_row_tiles(rows, sizes) if is_few else many_row_tiles(rows, sizes, self.deterministic)
+            found.setdefault((is_few, tiles), rows)
+        return list(found.values())
 
     def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None) -> Tensor:
         weights = self.weights

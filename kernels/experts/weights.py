@@ -1,6 +1,6 @@
 """Layout of the experts' weights and tile sizes of their kernels."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -94,6 +94,16 @@ class ExpertWeights:
             step=self.step,
             num_elsewhere=elsewhere,
         )
+
+    def without_shared(self) -> "ExpertWeights":
+        """Return the routed experts, as views."""
+        names = ("gate_up", "down", "gate_up_scales", "down_scales", "gate_up_bias", "down_bias")
+        tensors = {
+            name: tensor[: self.num_experts - self.num_shared]
+            for name in names
+            if (tensor := vars(self)[name]) is not None
+        }
+        return replace(self, **tensors, num_shared=0)
 
     @property
     def width(self) -> int:

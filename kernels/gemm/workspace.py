@@ -45,6 +45,7 @@ class GEMMOptions:
     fp8: whether the device multiplies FP8 (needs the workspace).
     packed: whether the device multiplies 4- and 8-bit weights (`aerie.kernels.packed`).
     host: whether the device is a CPU with kernels for float32 rows (`aerie.kernels.cpp_library`).
+    adapted: whether adapters will change products, so that layers keep what passes with adapters multiply alone.
     """
 
     workspace: Workspace | None = None
@@ -52,6 +53,7 @@ class GEMMOptions:
     fp8: bool = False
     packed: bool = False
     host: bool = False
+    adapted: bool = False
 
     @staticmethod
     def of(

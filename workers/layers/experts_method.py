@@ -154,6 +154,14 @@ class ExpertsMethod(WeightMethod):
         A row's result does not depend on other rows.
         """
 
+    def multiply_routed(self, x: Tensor | Fp8Rows, router: RouterLogits) -> Tensor:
+        """Return `multiply` without joined experts."""
+        return self.multiply(x, router)
+
+    def routed_rows(self) -> list[int]:
+        """Return numbers of rows that launch all kernels of `multiply_routed` that `multiply` does not launch."""
+        return []
+
 
 class DenseExperts(ExpertsMethod):
     """Experts whose weights have the dtype of their inputs. Uses fused kernels where they fit, else torch."""
@@ -212,6 +220,15 @@ class DenseExperts(ExpertsMethod):
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
         return None if self._fused is None else self._fused.inputs
+
+    def multiply_routed(self, x: Tensor | Fp8Rows, router: RouterLogits) -> Tensor:
+        if self._fused is None:
+            return self.multiply(x, router)
+        check_experts(x, router, self.shape.size, self.dtype, self.fp8_inputs, None)
+        return self._fused.without_shared().multiply(x, router, None)
+
+    def routed_rows(self) -> list[int]:
+        return [] if self._fused is None else self._fused.without_shared().variant_rows(self.shape.experts_per_token)
 
     def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None = None) -> Tensor:
         check_experts(x, router, self.shape.size, self.dtype, self.fp8_inputs, out)
@@ -274,6 +291,8 @@ class UnquantizedExperts(DenseExperts):
             return False
         self.gate_up.data = with_shared(self.gate_up.data, shared_rows(gate_up.weight.data, num_shared))
         self.down.data = with_shared(self.down.data, shared_columns(down.weight.data, num_shared))
+        if num_shared == 1:  # its matrices are the MLP's, so that one memory has both
+            gate_up.weight.data, down.weight.data = self.gate_up.data[-1], self.down.data[-1]
         return True
 
     def load(self, kind: str, expert: int, part: Part, full: Tensor) -> None:

@@ -2,6 +2,7 @@
 inputs and sum outputs over ranks. A `LinearMethod` stores and multiplies the weight."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -216,11 +217,12 @@ def kv_head_span(num_kv_heads: int, group: TPGroup) -> tuple[int, int]:
     return head, head + 1
 
 
-def finish_weights(model: nn.Module, deterministic: bool = False) -> None:
+def finish_weights(model: nn.Module, deterministic: bool = False, adapted: bool = False) -> None:
     """Call `finish` on every module of `model` that is not finished yet.
 
     deterministic: on a GPU, a row's result must not depend on other rows (needs 16-bit weights and in_features that are
         multiples of 128).
+    adapted: see `GEMMOptions`.
     """
     modules = [module for module in model.modules() if isinstance(module, WeightedModule)]
     layers = [module for module in modules if isinstance(module, LinearBase)]
@@ -229,7 +231,7 @@ def finish_weights(model: nn.Module, deterministic: bool = False) -> None:
     others = [module.workspace_size() for module in modules]
     if Capability.of(device).multiplies_fp8:
         others.append(fp8_workspace_size(shapes))
-    options = GEMMOptions.of(shapes, others, layers[0].method.dtype, device, deterministic)
+    options = replace(GEMMOptions.of(shapes, others, layers[0].method.dtype, device, deterministic), adapted=adapted)
     for module in modules:
         if not module.finished:
             module.finish(options)

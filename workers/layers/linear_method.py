@@ -92,6 +92,11 @@ class LinearMethod(WeightMethod):
     def dtype(self) -> torch.dtype:
         """Dtype of inputs and results."""
 
+    @property
+    def is_adapted(self) -> bool:
+        """Whether the running pass has adapters that change the layer."""
+        return False
+
     @abstractmethod
     def load(self, kind: str, part: Part, full: Tensor) -> None:
         """Copy this rank's share of `full`, the checkpoint's whole tensor of `kind` and `part`. Raises WrongTensorError

@@ -133,6 +133,7 @@ class MixtureOfExperts(FeedForward, Unweighted):
     shared_width: intermediate size of all shared experts together; 0 without. They are one MLP, sharded along its
         width. `finish` joins it to the routed experts if possible. Its weight is 1, or the sigmoid of the router's last
         logit (`Routing.shared_gate`).
+    joined: these shared experts alone, once they are joined, for passes with adapters of them; () without adapters.
     whole_experts: expert parallelism: each rank has some whole experts instead of a slice of each. Every rank has all
         rows and computes those that chose its experts; the parts are summed.
     activation, biased_experts: properties of the routed experts.
@@ -166,13 +167,21 @@ class MixtureOfExperts(FeedForward, Unweighted):
             biased_experts,
         )
         self.shared_experts = GatedMLP(hidden_size, shared_width, group) if shared_width else None
+        self.joined: tuple[GatedMLP, ...] = ()  # no submodule: weights that are loaded again would change it alone
+
+    @property
+    def _shared_alone(self) -> GatedMLP | None:
+        """The shared experts, unless the pass computes them with the routed ones; None without."""
+        adapted = (mlp for mlp in self.joined if mlp.gate_up.method.is_adapted)
+        return next(adapted, self.shared_experts)
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
         wanted = self.experts.method.fp8_inputs
-        if wanted is None or self.shared_experts is None:
+        alone = self._shared_alone
+        if wanted is None or alone is None:
             return wanted
-        shared = self.shared_experts.fp8_inputs  # experts accept any layout of scales
+        shared = alone.fp8_inputs  # experts accept any layout of scales
         if shared is None or shared.by_group != wanted.by_group:
             return None
         return Fp8Inputs(shared.by_group, shared.many, plain=True)
@@ -181,11 +190,12 @@ class MixtureOfExperts(FeedForward, Unweighted):
         plain = x if isinstance(x, Tensor) else x.plain
         assert plain is not None, "the router needs rows in the model's dtype"
         router: RouterLogits = self.router(plain, live)
-        if self.shared_experts is None:
+        alone = self._shared_alone
+        if alone is None:
             # The kernel writes to the all-reduce's buffer, which saves a copy. Below, the sum is a new tensor anyway.
             out = self.group.all_reduce_buffer(plain.shape[0], plain.shape[1], plain.dtype)
             return self.experts.method.multiply(x, router, out)
-        shared, routed = self.shared_experts.partial(x), self.experts.method.multiply(x, router)
+        shared, routed = alone.partial(x), self.experts.method.multiply_routed(x, router)
         if not router.routing.shared_gate:
             return shared.add_(routed)
         gate = router.shared_gate().to(shared.dtype)
@@ -195,7 +205,7 @@ class MixtureOfExperts(FeedForward, Unweighted):
         self, x: Tensor, residual: Tensor, norm: Norm, live: TokenSlots, group: TPGroup
     ) -> tuple[Tensor, Tensor] | None:
         method, workspace = self.experts.method, self.router.workspace
-        is_alone = x.shape[0] == 1 and group.size == self.group.size == 1 and self.shared_experts is None
+        is_alone = x.shape[0] == 1 and group.size == self.group.size == 1 and self._shared_alone is None
         is_small = self.router.routing.num_logits <= MAX_LOGITS and method.fp8_inputs is None
         if not (is_alone and is_small and method.is_fused) or workspace is None:
             return None
@@ -208,4 +218,4 @@ class MixtureOfExperts(FeedForward, Unweighted):
     def finish(self, options: GEMMOptions) -> None:
         shared = self.shared_experts
         if shared is not None and self.experts.method.join(shared.gate_up.method, shared.down_proj.method, options):
-            self.shared_experts = None
+            self.shared_experts, self.joined = None, (shared,) if options.adapted else ()

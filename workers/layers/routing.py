@@ -46,11 +46,15 @@ class Router(WeightedModule):
             else None
         )
 
-    def forward(self, x: Tensor, live: TokenSlots | None = None) -> RouterLogits:
+    def scored(self, x: Tensor, live: TokenSlots | None = None) -> RouterLogits:
         """Return the router logits of x [rows, hidden_size]. live: KV slots of the rows."""
         logits = router_gemm(x, self.weight, self.bias, self._workspace, self._deterministic)
         scales = None if self.scales is None else self.scales.weight
-        router = RouterLogits(logits, self.e_score_correction_bias, self.routing, live, scales)
+        return RouterLogits(logits, self.e_score_correction_bias, self.routing, live, scales)
+
+    def forward(self, x: Tensor, live: TokenSlots | None = None) -> RouterLogits:
+        """Return `scored`, and store the chosen experts with `recorded`."""
+        router = self.scored(x, live)
         if self.recorded is not None:
             assert live is not None, "passes of a target mark their rows"
             ids = self.recorded()

@@ -21,7 +21,7 @@ from aerie.workers.layers.forward_context import ForwardContext, RowIndex
 from aerie.workers.layers.gated_delta_net import GatedDeltaNet
 from aerie.workers.layers.linear import LinearBase, ReplicatedLinear
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part
-from aerie.workers.layers.moe import GatedMLP
+from aerie.workers.layers.moe import GatedMLP, MixtureOfExperts
 
 MAX_PRODUCTS = 2048  # of a pass that add their adapters in one launch; 100 layers have 400
 
@@ -84,14 +84,15 @@ class AdapterRows(RowIndex):
 
 def adaptable_layers(model: nn.Module) -> dict[str, LinearBase]:
     """Return the layers of a target or draft that adapters may change, by path: the projections of grouped-query
-    attention, of recurrent layers and of gated MLPs, and a draft's `fc`. Others have kernels that skip
-    `LinearMethod.multiply`, such as experts and latent attention."""
+    attention, recurrent layers, gated MLPs and shared experts, and a draft's `fc`. Others have kernels that skip
+    `LinearMethod.multiply`, such as routed experts and latent attention."""
     layers: dict[str, LinearBase] = {}
     for path, module in model.named_modules():
-        parts = dict(module.named_children())
-        for name in ("self_attn", "mlp") if "self_attn" in parts else ():
-            if isinstance(parts.get(name), Attention | GatedDeltaNet | GatedMLP):
-                layers |= _linear_layers(f"{path}.{name}", parts[name])
+        if isinstance(module, Attention | GatedDeltaNet | GatedMLP):
+            layers |= _linear_layers(path, module)
+        if isinstance(module, MixtureOfExperts):
+            for shared in module.joined:
+                layers |= _linear_layers(f"{path}.shared_experts", shared)
     if isinstance(projection := dict(model.named_children()).get("fc"), ReplicatedLinear):
         layers["fc"] = projection
     return layers
@@ -145,6 +146,10 @@ class AdaptedMethod(LinearMethod):
     @property
     def dtype(self) -> torch.dtype:
         return self.inner.dtype
+
+    @property
+    def is_adapted(self) -> bool:
+        return self._rows.is_active
 
     def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         if not self._rows.is_active:

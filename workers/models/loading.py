@@ -139,12 +139,13 @@ def load_target(
     capture: tuple[int, ...] = (),
     deterministic: bool = False,
     advance: Advance = lambda done, total: None,
+    adapted: bool = False,
 ) -> TargetModel:
     """Load this rank's shard of the target. Raises ValueError as `fill_target` does.
 
     max_position: rows of the rotary table, an exclusive bound on positions.
     capture: layers whose outputs a draft reads.
-    deterministic: see `finish_weights`.
+    deterministic, adapted: see `finish_weights`.
     advance: called with the number of loaded bytes and of all bytes.
     """
     name = f"model {source.path}"
@@ -165,7 +166,7 @@ def load_target(
     if formats and group.rank == 0:
         logger.info("%s: layers by format: %s", name, formats)
     with _one_thread(capability):
-        finish_weights(model, deterministic)
+        finish_weights(model, deterministic, adapted)
     return model.eval()
 
 

@@ -287,6 +287,7 @@ def _load_models(
             engine.speculation.captured_layers,
             deterministic,
             lambda loaded, total: advance("loading the target", loaded / 1e9, total / 1e9, "GB"),
+            adapted=worker.lora is not None,
         )
     if engine.vision is None or engine.layout.images is None:
         return model, None

@@ -22,6 +22,7 @@ from aerie.workers.lora.layers import (
     checked_layers,
     padded_rank,
 )
+from aerie.workers.lora.shared_experts import launch_routed_experts
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.runner.commands import CommandHandlers
 from aerie.workers.scheduling.commands.command import AdapterReads, InspectAdapters, LoadAdapter, UnloadAdapter
@@ -46,7 +47,7 @@ class RankAdapters:
         self._names = AdapterNames(layers, names)
         self._draft_names: AdapterNames | None = None
         self._config, self._slot_table = config, slot_table
-        self._device = slot_table.device
+        self._device, self._model = slot_table.device, model
         self._host: dict[int, Read] = {}
         self._reads: dict[int, Future[Read]] = {}
         self._reader = ThreadPoolExecutor(1, "adapters")  # one: steps need the other cores
@@ -88,6 +89,7 @@ class RankAdapters:
             assert isinstance(layer.method, AdaptedMethod), "of `_adapt`"
             for num_rows in VARIANT_ROWS:
                 layer.method.launch_kernels(num_rows, layer.bias, isinstance(layer, GateUpParallelLinear))
+        launch_routed_experts(self._model)
 
     def register(self, handlers: CommandHandlers) -> None:
         """Carry out the commands of adapters."""

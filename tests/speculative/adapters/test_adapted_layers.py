@@ -5,6 +5,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,14 +17,18 @@ from aerie.workers.config import LoraConfig, SchedulerConfig
 from tests.speculative.adapters.conftest import GREEDY, Adapted, of
 from tests.speculative.conftest import EOS, Pair
 from tests.support.slow import slow
-from tests.support.targets.adapters import make_adapter, merged_tokens
+from tests.support.targets.adapters import experts_without_adapters, make_adapter, merged_tokens
 from tests.support.tiny_models import VOCAB, make_eagle, make_target
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
+
 # Names of the modules that adapters change, by architecture.
 MODULES: dict[str, tuple[str, ...]] = {
     "Qwen3_5": (*ATTENTION, *MLP, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
-    "Qwen3Next": (*ATTENTION, "in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "Qwen3Next": (*ATTENTION, *MLP, "in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "Qwen2Moe": (*ATTENTION, *MLP),
+    "Glm4Moe": (*ATTENTION, *MLP),
+    "GraniteMoeShared": (*ATTENTION, "shared_mlp.input_linear", "shared_mlp.output_linear"),
 }
 
 
@@ -36,17 +41,20 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Adapted]
 def make_family(folder: Path, architecture: str) -> Adapted:
     """A tiny target, an EAGLE head that is often right about its text, and two adapters: one of all layers, and one of
     half of the modules."""
-    modules = MODULES[architecture]
-    target = make_target(folder / "target", architecture=architecture, calm=0.003)
+    modules, calm = MODULES[architecture], 0.003 if architecture.startswith("Qwen3") else 1.0
+    target = make_target(folder / "target", architecture=architecture, calm=calm)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (43, 5, 30, 17)]
-    settings = {"all": {"r": 8, "target_modules": list(modules)}, "half": {"r": 3, "target_modules": list(modules[::2])}}
-    made = {
-        name: make_adapter(folder / name, target, seed, **given) for seed, (name, given) in enumerate(settings.items())
+    settings: dict[str, dict[str, Any]] = {
+        "all": {"r": 8, "target_modules": list(modules)},
+        "half": {"r": 3, "target_modules": list(modules[::2])},
     }
-    expected = {
-        name: merged_tokens(target, path, prompts, GREEDY.max_tokens, EOS) for name, path in {"": None, **made}.items()
-    }
+    with experts_without_adapters():
+        made = {name: make_adapter(folder / name, target, i, **each) for i, (name, each) in enumerate(settings.items())}
+        expected = {
+            name: merged_tokens(target, path, prompts, GREEDY.max_tokens, EOS)
+            for name, path in {"": None, **made}.items()
+        }
     assert len({str(tokens) for tokens in expected.values()}) == len(expected), "each adapter changes the text"
     eagle = make_eagle(folder / "eagle", target, copying=True)
     return Adapted(Pair(target, eagle, folder, prompts), {name: str(path) for name, path in made.items()}, expected)
@@ -67,6 +75,7 @@ METHODS: dict[str, SpeculativeConfig | None] = {
         ("Qwen3Next", "chain", 2),
         *slow(*(("Qwen3_5", method, ranks) for method in ("none", "suffix", "chain") for ranks in (1, 2))),
         *slow(("Qwen3Next", "none", 1), ("Qwen3Next", "tree", 2)),
+        *slow(*((name, "none", 2) for name in ("Glm4Moe", "GraniteMoeShared", "Qwen2Moe"))),
     ],
 )
 def test_all_layers_of_a_family_take_adapters(

@@ -242,7 +242,7 @@ def test_layers_that_adapters_cannot_change_are_refused_by_name(
 
 
 def test_models_without_such_layers_refuse_adapters(tmp_path: Path) -> None:
-    target = make_target(tmp_path, architecture="DeepseekV2", first_k_dense_replace=0)
-    spec = spec_of(target, LoraConfig())
+    source = ModelSource(path=str(make_target(tmp_path)), device="cpu", implementation="transformers")
+    spec = spec_of(tmp_path, LoraConfig(), model=source)
     with pytest.raises(ValueError, match="has no layers that adapters may change"):
         check_weights(spec, plan_engine(spec))

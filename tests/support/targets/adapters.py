@@ -1,16 +1,27 @@
 """Random LoRA adapters that peft writes, and peft's merged models, which are the oracle of adapters."""
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.utils import transformers_weight_conversion
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@contextlib.contextmanager
+def experts_without_adapters() -> Iterator[None]:
+    """Within the context, peft takes names such as `gate_proj` for those of modules, as it does with transformers 4,
+    and not for routed experts' parameters."""
+    with mock.patch.dict(transformers_weight_conversion._MOE_TARGET_MODULE_MAPPING, clear=True):
+        yield
 
 
 def make_adapter(folder: Path, target: Path, seed: int, size: float = 0.5, **settings: Any) -> Path:

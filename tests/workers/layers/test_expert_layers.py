@@ -1,5 +1,8 @@
 """Layers of experts in kernels of ours: what they answer, alone and among ranks. On a GPU, or interpreted."""
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 
@@ -11,11 +14,15 @@ from aerie.kernels.fp8.tiles import MAX_ROWS, fp8_workspace_size  # noqa: E402
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
 from aerie.kernels.kv.stored_values import FP8  # noqa: E402
 from aerie.workers.distributed.tp_group import SOLO, TPGroup  # noqa: E402
+from aerie.workers.layers.forward_context import ForwardContext  # noqa: E402
 from aerie.workers.layers.linear import LinearBase  # noqa: E402
 from aerie.workers.layers.moe import Experts, MixtureOfExperts  # noqa: E402
 from aerie.workers.layers.weighted import WeightedModule  # noqa: E402
+from aerie.workers.lora.layers import AdaptedMethod, AdapterRows, adaptable_layers  # noqa: E402
+from aerie.workers.lora.shared_experts import launch_routed_experts  # noqa: E402
 from aerie.workers.quantization.fp8_linear import Fp8Experts, Fp8Linear  # noqa: E402
 from aerie.workers.quantization.fp8_weight import Fp8Scheme  # noqa: E402
+from tests.kernels.ops.lora_cases import lora_tables  # noqa: E402
 from tests.kernels.products.test_expert_kernels import HALF, SMALL, token_slots  # noqa: E402
 from tests.support.kernels.triton_interpreter import DEVICE, INTERPRETED, MARKS  # noqa: E402
 
@@ -146,3 +153,38 @@ def test_shared_experts_beside_take_the_same_rows_in_fp8(rows: int) -> None:
     rounded = fp8_rms_norm(x, None, torch.ones_like(x[0]), 1e-6, wanted.empty(x))
     assert rounded.plain is not None
     assert torch.equal(layer.partial(rounded), layer.partial(rounded.plain))
+
+
+@pytest.mark.parametrize("kind,num_shared,gated", [("half", 1, True), ("half", 2, False), ("group", 1, False)])
+def test_joined_shared_experts_take_adapters(kind: str, num_shared: int, gated: bool) -> None:
+    """A pass with adapters multiplies the shared experts alone; others are as in an engine without adapters."""
+    routing = GATED if gated else SMALL
+    ours, plain, without = (layer_of(kind, num_shared, routing=routing) for _ in range(3))
+    workspace = workspace_of(ours)
+    finished(ours, GEMMOptions(workspace, fp8=True, adapted=True))
+    finished(without, GEMMOptions(workspace, fp8=True))
+    finished(plain, GEMMOptions())
+    index = AdapterRows(torch.tensor([1, -1, 0], device=DEVICE))
+    paths = {f"shared_experts.{name}" for name in ("gate_up", "down_proj")}
+    for layer in (ours, plain):
+        layers = adaptable_layers(layer)
+        assert layers.keys() == {f".{path}" if layer is ours else path for path in paths}
+        for each in layers.values():
+            outputs, parts = each.shape.out_features, (0, *(part.offset + part.rows.size for part in each.shape.parts))
+            tables = lora_tables(2, 16, each.shape.in_features, parts, outputs, HALF, DEVICE)
+            each.method = AdaptedMethod(each.method, tables, index)
+    slots = torch.tensor([0, 1, 2, 0, 1], dtype=torch.int32, device=DEVICE)
+    context = cast(ForwardContext, SimpleNamespace(row_slots=slots, last=None, attending_rows=lambda each: each))
+    x = torch.randn(5, ours.experts.shape.size, generator=torch.Generator().manual_seed(0)).to(DEVICE, HALF)
+    index.enter(context, False)
+    before = ours.partial(x)
+    assert torch.equal(before, without.partial(x)) and not without.joined
+    index.enter(context, True)
+    assert ours.fp8_inputs is None
+    mine, theirs = ours.partial(x).double(), plain.partial(x).double()
+    error = float((mine - theirs).norm() / theirs.norm())
+    assert error < (0.05 if kind != "half" else 6e-3), error
+    changed = (mine - before.double()).norm(dim=1) / before.double().norm(dim=1)
+    assert float(changed[[0, 2, 3]].min()) > 3 * float(changed[[1, 4]].max()), "rows with adapters and without"
+    launch_routed_experts(torch.nn.ModuleList([ours]))
+    assert ours.experts.method.routed_rows()
