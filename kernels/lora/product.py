@@ -23,6 +23,8 @@ class LoraTables:
     parts: num_parts + 1 ascending outputs: part p has the outputs parts[p] to parts[p + 1]. Parts are the matrices that
         a layer stacks, such as q, k and v. Outputs after the last are padding, without adapters.
 
+    fixed: each row's sums are added in the same order, whatever the number of rows, for deterministic engines.
+
     max_rank is a multiple of RANK_STEP. Rows of `down` and columns of `up` beyond an adapter's rank are zero, as is
     everything of parts without an adapter.
     """
@@ -30,6 +32,7 @@ class LoraTables:
     down: Tensor
     up: Tensor
     parts: tuple[int, ...]
+    fixed: bool = False
 
     @property
     def max_loras(self) -> int:

@@ -23,6 +23,8 @@ from aerie.kernels.pdl import pdl_wait
 
 _NONE = tl.constexpr(1 << 30)  # beyond all indices
 _MAX_SPLITS = (16, 4, 1)  # by the class of rows: partial sums of many rows take memory and time
+_FIXED_SPLITS = 4  # of all numbers of rows, for a fixed order of sums
+_SPLIT_STEP = 128  # the largest block_k
 _MAX_PROGRAMS = 16 * MULTIPROCESSORS  # a launch gets more lanes up to this number of programs
 SHRINK_STAGES = 3  # Triton's num_stages of the product with `down`
 EXPAND_STAGES = 1  # more would copy partial sums to shared memory
@@ -166,15 +168,17 @@ class LoraTiles:
     warps: int
 
 
-def lora_tiles(rows: int, inputs: int, outputs: int, num_parts: int, rank: int) -> LoraTiles:
-    """Return the tiles, the same for all numbers of rows between two of ROW_LIMITS."""
+def lora_tiles(rows: int, inputs: int, outputs: int, num_parts: int, rank: int, fixed: bool = False) -> LoraTiles:
+    """Return the tiles, the same for all numbers of rows between two of ROW_LIMITS. fixed: as in `LoraTables`: the
+    inputs are split alike for all numbers of rows. Tiles of any number of rows add them in order within a split."""
     size = sum(rows > limit for limit in ROW_LIMITS)
     block_r = next(size for size in (64, 32, 16) if rank % size == 0)
     chunks = num_parts * rank // block_r
     block_m, block_k = (16, 128) if size == 0 else (64, 64)
     wide = size == 2 or (size == 0 and 2 * triton.cdiv(outputs, 128) >= MULTIPROCESSORS)
-    splits = max(1, min(_MAX_SPLITS[size], MULTIPROCESSORS // (chunks * (4 if size else 1))))
-    span = triton.cdiv(triton.cdiv(inputs, block_k), splits) * block_k
+    most, copies = (_FIXED_SPLITS, 1) if fixed else (_MAX_SPLITS[size], 4 if size else 1)
+    splits, step = max(1, min(most, MULTIPROCESSORS // (chunks * copies))), _SPLIT_STEP if fixed else block_k
+    span = triton.cdiv(triton.cdiv(inputs, step), splits) * step
     return LoraTiles(
         block_m, block_r, block_k, 128 if wide else 64, triton.cdiv(inputs, span), span, warps=8 if size else 4
     )
@@ -249,7 +253,7 @@ def expand(y: Tensor, x: Tensor, part: Tensor, tables: LoraTables, lora_indices:
 
 def _tiles(x: Tensor, tables: LoraTables) -> LoraTiles:
     _, outputs, rank = tables.up.shape
-    return lora_tiles(x.shape[0], x.shape[1], outputs, len(tables.parts) - 1, rank)
+    return lora_tiles(x.shape[0], x.shape[1], outputs, len(tables.parts) - 1, rank, tables.fixed)
 
 
 def add_lora(y: Tensor, x: Tensor, tables: LoraTables, lora_indices: Tensor) -> Tensor:
