@@ -31,15 +31,22 @@ class AdapterRows(RowIndex):
 
     of_slot: [slots + 1] int64 index in the tables of each slot's adapter; -1: none.
     is_active: whether the pass has adapters.
+    is_fixed: whether sums have one order for any rows, as in deterministic engines.
     """
 
-    def __init__(self, of_slot: Tensor) -> None:
+    def __init__(self, of_slot: Tensor, is_fixed: bool = False) -> None:
         super().__init__()
-        self.is_active = False
+        self.is_active, self.is_fixed = False, is_fixed
         self._of_slot = of_slot
         self._indices: dict[int, Tensor] = {}  # of this pass, by the number of rows; all layers share them
         self._counters = torch.zeros(MAX_PRODUCTS, ALIGNED_BYTES // 4, dtype=torch.int32, device=of_slot.device)
         self._num_used = 0  # counters of this pass
+
+    @property
+    def are_apart(self) -> bool:
+        """Whether products of this pass run alone. With `is_fixed` all do: fused kernels may round differently, and
+        other requests' adapters must not decide which ones a request gets."""
+        return self.is_active or self.is_fixed
 
     def enter(self, context: ForwardContext, adapted: bool) -> None:
         super().enter(context, adapted)
@@ -117,13 +124,13 @@ def padded_rank(max_lora_rank: int) -> int:
 
 
 def allocate_tables(
-    shape: LinearShape, max_loras: int, rank: int, dtype: torch.dtype, device: torch.device
+    shape: LinearShape, max_loras: int, rank: int, dtype: torch.dtype, device: torch.device, fixed: bool = False
 ) -> LoraTables:
-    """Return a layer's tables without adapters. rank: of `padded_rank`."""
+    """Return a layer's tables without adapters. rank: of `padded_rank`. fixed: as in `LoraTables`."""
     ends = [part.offset + part.rows.size for part in shape.parts]
     down = torch.zeros(max_loras, len(ends) * rank, shape.in_features, dtype=dtype, device=device)
     up = torch.zeros(max_loras, shape.out_features, rank, dtype=dtype, device=device)
-    return LoraTables(down, up, (0, *ends))
+    return LoraTables(down, up, (0, *ends), fixed)
 
 
 def table_bytes(layers: Iterable[LinearBase], max_loras: int, max_lora_rank: int) -> int:
@@ -171,31 +178,31 @@ class AdaptedMethod(LinearMethod):
         self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None, gated: bool
     ) -> Tensor | None:
         assert isinstance(x, Tensor), "fp8_inputs is None in a pass with adapters"
-        adapters = self._rows.of_product(self.tables, x.shape[0])
+        adapters = None if self._rows.is_fixed else self._rows.of_product(self.tables, x.shape[0])
         return None if adapters is None else self.inner.multiply_adapted(x, bias, out, adapters, gated)
 
     def multiply_last(self, x: Tensor | Fp8Rows, bias: Tensor | None, count: int) -> Tensor:
-        if not self._rows.is_active:
+        if not self._rows.are_apart:
             return self.inner.multiply_last(x, bias, count)
         return super().multiply_last(x, bias, count)
 
     def multiply_apart(self, x: Tensor | Fp8Rows) -> Tensor | None:
-        return None if self._rows.is_active else self.inner.multiply_apart(x)
+        return None if self._rows.are_apart else self.inner.multiply_apart(x)
 
     def multiply_gated(self, x: Tensor | Fp8Rows, wanted: Fp8Inputs | None = None) -> Tensor | Fp8Rows:
-        if not self._rows.is_active:
+        if not self._rows.are_apart:
             return self.inner.multiply_gated(x, wanted)
         gated = self._in_one_launch(x, None, None, True)
         return silu_mul(self.multiply(x, None)) if gated is None else gated
 
     def multiply_mlp(self, x: Tensor | Fp8Rows, down: LinearMethod, out: Tensor | None = None) -> Tensor:
-        if not self._rows.is_active:
+        if not self._rows.are_apart:
             return self.inner.multiply_mlp(x, down.inner if isinstance(down, AdaptedMethod) else down, out)
         return super().multiply_mlp(x, down, out)
 
     @property
     def fp8_inputs(self) -> Fp8Inputs | None:
-        return None if self._rows.is_active else self.inner.fp8_inputs
+        return None if self._rows.are_apart else self.inner.fp8_inputs
 
     @property
     def host_weight(self) -> HostWeight | None:

@@ -241,7 +241,7 @@ def load_parts(
     if worker.lora is not None:
         remedy = "lower lora.max_loras or lora.max_lora_rank"
         with memory.counting_weights(), must_fit("the tables of adapters", remedy):
-            adapters = RankAdapters(model, names, worker.lora, slots.values["adapter"], name)
+            adapters = RankAdapters(model, names, worker.lora, slots.values["adapter"], name, deterministic)
         done(f"{len(worker.lora.modules)} adapters loaded")
     row_index = None if adapters is None else adapters.row_index
     target = TargetRunner(model, pool, backends, states, row_index, worker.cache.routed_experts)

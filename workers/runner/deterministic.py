@@ -8,6 +8,7 @@ bit. Each part computes a row with the same operations in the same order, whatev
 - attention: `aerie.kernels.attend.fixed.spans_triton`, spans that depend on positions only.
 - recurrent layers: `aerie.kernels.delta_rule.recurrence_triton`, the recurrence token by token, also for prompts.
 - sums over ranks: in rank order for every size (`aerie.workers.distributed.tp_group`).
+- LoRA adapters: fixed slices of A x, in launches of their own (`aerie.kernels.lora.product_triton`).
 - images: one at a time, by kernels and graphs that the image's size alone chooses (`aerie.workers.vision.tower`).
 
 Norms, RoPE, gates, sampling and the rounding of activations to FP8 are row-wise anyway. So neither the chunking of
@@ -51,8 +52,6 @@ def refusal(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype) -> st
             )
     if worker.model.images != "off" and any(target.score_rule(i).within_images for i in range(target.num_layers)):
         return "images whose tokens attend to later ones; set model.images: off"
-    if worker.lora is not None:
-        return "lora: the sums of an adapter's products depend on the batch; leave adapters out"
     if dtype.itemsize != 2:
         return f"dtype={str(dtype).removeprefix('torch.')}: the GEMMs need a 16-bit type; set dtype: bfloat16"
     recurrent = target.state_groups(worker.tensor_parallel, dtype)

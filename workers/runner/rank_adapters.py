@@ -38,12 +38,20 @@ class RankAdapters:
     row_index: the rows' adapters, for `TargetRunner`.
     """
 
-    def __init__(self, model: nn.Module, names: NameMap, config: LoraConfig, slot_table: Tensor, title: str) -> None:
-        """model: finished. names: the checkpoint's names of its tensors. slot_table: see `AdapterRows`. title: names
-        the model in errors. Raises ValueError if adapters cannot change any layer of it, or one of `config.modules`
-        does not fit."""
+    def __init__(
+        self,
+        model: nn.Module,
+        names: NameMap,
+        config: LoraConfig,
+        slot_table: Tensor,
+        title: str,
+        is_fixed: bool = False,
+    ) -> None:
+        """model: finished. names: the checkpoint's names of its tensors. slot_table, is_fixed: see `AdapterRows`.
+        title: names the model in errors. Raises ValueError if adapters cannot change any layer of it, or one of
+        `config.modules` does not fit."""
         layers = checked_layers(model, title)
-        self.row_index = AdapterRows(slot_table)
+        self.row_index = AdapterRows(slot_table, is_fixed)
         self._names = AdapterNames(layers, names)
         self._draft_names: AdapterNames | None = None
         self._config, self._slot_table = config, slot_table
@@ -75,7 +83,8 @@ class RankAdapters:
     def _adapt(self, layers: Mapping[str, LinearBase], rows: AdapterRows) -> None:
         rank = padded_rank(self._config.max_lora_rank)
         for path, layer in layers.items():
-            tables = allocate_tables(layer.shape, self._config.max_loras, rank, layer.method.dtype, self._device)
+            sizes = self._config.max_loras, rank, layer.method.dtype, self._device
+            tables = allocate_tables(layer.shape, *sizes, fixed=rows.is_fixed)
             layer.method = AdaptedMethod(layer.method, tables, rows)
             self._tables[path] = tables
             self._layers.append(layer)

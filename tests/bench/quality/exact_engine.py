@@ -2,7 +2,7 @@
 
     python -m tests.bench exact_engine [--model llama-3.1-8b] [--quantization w4a16] [--modes free deterministic]
                                        [--prompts 200] [--longest 2048] [--output-tokens 64] [--batches 1 8 64]
-                                       [--tensor-parallel 2] [--layers 8]
+                                       [--tensor-parallel 2] [--layers 8] [--adapters 2]
 
 Dummy weights, whose best logits often nearly tie. Prompts of mixed lengths, every other request greedy, the others
 seeded. Alone: one request at a time, without speculation, with an empty cache. Then the same requests at every batch
@@ -10,7 +10,8 @@ size and with the shapes `plain`, `suffix` (a chain copied from the text, many o
 a draft head) and `mixed` (as `suffix`, half of the requests without speculation). The prefix cache is on, so later runs
 of an engine find their prompts; it has room for a third of the largest batch, so that requests are preempted. `suffix`
 and `mixed` share an engine. Models without a draft have no `tree`. --layers: only the model's first layers, for models
-that do not fit, and shorter starts.
+that do not fit, and shorter starts. --adapters: LoRA adapters of rank 16, which requests have in turn; one in so many
+and one more has none.
 
 An answer counts as different from its first other id on; log-probabilities are compared to the bit up to there. Needs a
 GPU; `--tiny` tries it on a CPU, where the option has no effect.
@@ -24,6 +25,7 @@ import struct
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -32,7 +34,7 @@ from aerie.attention.config import CacheConfig
 from aerie.deploy.bench.figures import table
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.speculative.config import SpeculativeConfig
-from aerie.workers.config import SchedulerConfig
+from aerie.workers.config import LoraConfig, SchedulerConfig
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.scheduling.plan import SamplingParams
 from aerie.workers.scheduling.request import Request, RequestOutput
@@ -42,6 +44,7 @@ from tests.bench.models import configured
 from tests.bench.prompts import random_prompts
 from tests.bench.quality.exact_cost import MODES, of_mode
 from tests.bench.round import (
+    MODELS,
     QUANTIZATIONS,
     Setting,
     add_engine_options,
@@ -52,6 +55,7 @@ from tests.bench.round import (
     quantize_config,
     write_checkpoints,
 )
+from tests.bench.shapes.adapter_rounds import write_adapter
 
 ENGINES = (("plain",), ("suffix", "mixed"), ("tree",))  # the shapes that each engine runs
 SHAPES = tuple(shape for shapes in ENGINES for shape in shapes)
@@ -104,14 +108,23 @@ def prompts_of(spec: EngineSpec, count: int, longest: int) -> list[list[int]]:
     return [prompt[:length] for prompt, length in zip(whole, lengths, strict=True)]
 
 
-def sampling_of(number: int, output_tokens: int, speculative: bool = True) -> SamplingParams:
+def sampling_of(number: int, output_tokens: int, speculative: bool = True, adapter: str = "") -> SamplingParams:
     temperature = float(number % 2)
-    return SamplingParams(output_tokens, temperature, seed=number, logprobs=0, speculative=speculative)
+    return SamplingParams(output_tokens, temperature, seed=number, logprobs=0, speculative=speculative, adapter=adapter)
 
 
-def run(engine: LocalEngine, prompts: Sequence[list[int]], output_tokens: int, at_once: int, shape: str) -> Run:
+def run(
+    engine: LocalEngine,
+    prompts: Sequence[list[int]],
+    output_tokens: int,
+    at_once: int,
+    shape: str,
+    adapters: Sequence[str] = ("",),
+) -> Run:
     requests = [
-        Request(f"r{i}", prompt, sampling_of(i, output_tokens, shape != "mixed" or i % 4 < 2))
+        Request(
+            f"r{i}", prompt, sampling_of(i, output_tokens, shape != "mixed" or i % 4 < 2, adapters[i % len(adapters)])
+        )
         for i, prompt in enumerate(prompts)
     ]
     answers = {request.request_id: Answer() for request in requests}
@@ -145,15 +158,15 @@ def spec_of(
     page_size = spec.worker.cache.page_size
     each = -(-(longest + output_tokens + 80) // page_size)
     pages = max(2 * each, batch * each // 12)  # the mean length is a quarter of the longest
-    worker = dataclasses.replace(
+    worker = replace(
         spec.worker,
         cache=CacheConfig(page_size, num_pages=pages + 8),
         scheduler=SchedulerConfig(max_running=batch, max_step_tokens=1024),
     )
     speculative = spec.speculative
     if speculative is not None:
-        speculative = dataclasses.replace(speculative, synthetic_acceptance_length=None)
-    return dataclasses.replace(spec, worker=worker, speculative=SUFFIX if shape in ("suffix", "mixed") else speculative)
+        speculative = replace(speculative, synthetic_acceptance_length=None)
+    return replace(spec, worker=worker, speculative=SUFFIX if shape in ("suffix", "mixed") else speculative)
 
 
 def compare(
@@ -169,14 +182,15 @@ def compare(
     rows: list[dict[str, object]] = []
     for spec, shapes in engines:
         prompts = prompts_of(spec, num_prompts, longest)
+        adapters = ("", *(spec.worker.lora.modules if spec.worker.lora is not None else ()))
         began_s = time.monotonic()
         with local_engine(spec) as engine:
             print(f"{', '.join(shapes) or 'alone'}: ready after {time.monotonic() - began_s:.1f} s", flush=True)
             if not alone:
-                alone = run(engine, prompts, output_tokens, 1, "plain").answers
+                alone = run(engine, prompts, output_tokens, 1, "plain", adapters).answers
             for shape, batch in itertools.product(shapes, batches):
                 began_s = time.monotonic()
-                found = run(engine, prompts, output_tokens, batch, shape)
+                found = run(engine, prompts, output_tokens, batch, shape, adapters)
                 differences = dataclasses.asdict(Differences.between(alone, found.answers))
                 others = {"preempted": found.preempted, "accepted": found.accepted}
                 rows.append({"shape": shape, "batch": batch, **differences, **others})
@@ -192,6 +206,7 @@ def main() -> None:
     parser.add_argument("--quantization", choices=("none", *QUANTIZATIONS), default="none", help="of the target")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--layers", type=int, help="keep only the target's first layers")
+    parser.add_argument("--adapters", type=int, default=0, help="LoRA adapters; of models with a size in round.MODELS")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--runs", nargs="+", choices=SHAPES, default=list(SHAPES), help="shapes to compare")
     parser.add_argument("--prompts", type=int, default=200)
@@ -211,6 +226,11 @@ def main() -> None:
             quantize_config(Path(folder) / "target" / "config.json", arguments.quantization)
         if arguments.layers is not None:
             keep_layers(Path(folder), arguments.layers)
+        lora = None
+        if arguments.adapters:
+            size = MODELS[model] if arguments.layers is None else replace(MODELS[model], layers=arguments.layers)
+            paths = {f"a{i}": str(write_adapter(Path(folder) / f"a{i}", size, 16)) for i in range(arguments.adapters)}
+            lora = LoraConfig(paths, len(paths), 16)
         wanted = {*arguments.runs} if has_draft(Path(folder)) else {*arguments.runs} - {"tree"}
         for mode in arguments.modes:
             engines = []
@@ -218,7 +238,8 @@ def main() -> None:
                 chosen = [shape for shape in shapes if shape in wanted]
                 if chosen or not engines:
                     sizes = max(batches), longest, output_tokens, arguments.tensor_parallel
-                    engines.append((of_mode(spec_of(Path(folder), shapes[0], *sizes), mode), chosen))
+                    spec = of_mode(spec_of(Path(folder), shapes[0], *sizes), mode)
+                    engines.append((replace(spec, worker=replace(spec.worker, lora=lora)), chosen))
             rows = compare(engines, count, longest, output_tokens, batches)
             results += [{"mode": mode, **row} for row in rows]
     heads = {"mode": "mode", "shape": "shape", "batch": "batch", "answers": f"other ids, of {count}"}
@@ -234,6 +255,7 @@ def main() -> None:
                 "quantization": arguments.quantization,
                 "tensor_parallel": arguments.tensor_parallel,
                 "layers": arguments.layers,
+                "adapters": arguments.adapters,
                 "results": results,
             }
         )

@@ -5,15 +5,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from aerie.attention.config import CacheConfig
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.speculative.config import SpeculativeConfig
-from aerie.workers.config import SchedulerConfig
+from aerie.workers.config import LoraConfig, SchedulerConfig
 from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative.conftest import Pair
+from tests.support import MODELS
 from tests.support.embedded import CHAIN, TREE, embedded_spec
 from tests.support.prompts import held_out_prompts, tokenized
+from tests.support.targets.adapters import make_adapter
 from tests.support.tiny_models import VOCAB, add_mtp, make_eagle, make_target
 from tests.workers.layers.test_block_fp8 import quantised
 
@@ -58,6 +61,23 @@ def test_neither_speculation_nor_company_changes_a_token(
 ) -> None:
     sampling, expected = alone
     assert answers(deterministic(speculative), prompts, sampling, at_once) == expected
+
+
+def test_neither_do_adapters_of_other_requests(prompts: list[list[int]], tmp_path: Path) -> None:
+    """Two adapters and none: alone, and beside each other with and without drafts."""
+    folders = {name: str(make_adapter(tmp_path / name, MODELS / "target", seed, 0.2)) for seed, name in enumerate("ab")}
+    names = [("", "a", "b")[i % 3] for i in range(len(prompts))]
+
+    def adapted(speculative: SpeculativeConfig | None, at_once: int) -> list[list[int]]:
+        spec = deterministic(speculative)
+        worker = dataclasses.replace(spec.worker, lora=LoraConfig(folders, max_loras=2, max_lora_rank=16))
+        sampling = [replace(GREEDY, adapter=name) for name in names]
+        with local_engine(dataclasses.replace(spec, worker=worker)) as engine:
+            return [list(request.output) for request in engine.generate(prompts, sampling, at_once)]
+
+    expected = adapted(None, 1)
+    assert adapted(None, 13) == expected
+    assert adapted(TREE, 13) == expected
 
 
 def test_neither_do_cuts_of_prompts_nor_the_prefix_cache(prompts: list[list[int]]) -> None:
