@@ -94,7 +94,7 @@ class LinearMethod(WeightMethod):
 
     @property
     def is_adapted(self) -> bool:
-        """Whether the running pass has adapters that change the layer."""
+        """Whether the layer's products run alone in this pass, since adapters may change them."""
         return False
 
     @abstractmethod

@@ -156,7 +156,7 @@ class AdaptedMethod(LinearMethod):
 
     @property
     def is_adapted(self) -> bool:
-        return self._rows.is_active
+        return self._rows.are_apart
 
     def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         if not self._rows.is_active:
