@@ -269,6 +269,7 @@ def _unknown_keys(values: Mapping[str, Any], section: type, prefix: str) -> Iter
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.7)
             remedy = f"did you mean {prefix}{near[0]}?" if near else f"known are {', '.join(known)}"
+            # an unknown key among API keys may be a secret in the wrong place: it is not quoted
             name = f"{prefix}{key}" if near or not prefix.startswith(_SECRET) else prefix.removesuffix(".")
             yield f"{name}: unknown key; {remedy}"
             continue

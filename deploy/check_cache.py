@@ -149,7 +149,8 @@ async def run_turns(ask: Completions, arguments: argparse.Namespace, step: Calla
     shared = _text(random.Random(arguments.seed), arguments.words // 2)
     numbers = iter(range(arguments.conversations))
 
-    async def stream() -> None:
+    async def run_some() -> None:
+        """Run conversations one after another, as long as there are numbers, which all calls share."""
         for number in numbers:
             talk = conversation(random.Random(f"{arguments.seed}-{number}"), shared, arguments.words // 2)
             kind, prompt = next(talk)
@@ -162,19 +163,25 @@ async def run_turns(ask: Completions, arguments: argparse.Namespace, step: Calla
                 except StopIteration:
                     break
 
-    await asyncio.gather(*(stream() for _ in range(arguments.concurrency)))
+    await asyncio.gather(*(run_some() for _ in range(arguments.concurrency)))
     return turns
 
 
 async def without_cache(
     ask: Completions, prompts: Sequence[str], off: str, concurrency: int, more: dict[str, Any], step: Callable[[], None]
 ) -> dict[str, Answer]:
-    """Return the answer to each prompt with the cache off."""
-    answers: dict[str, Answer] = {}
-    left = iter(prompts)
+    """Return the answer to each prompt with the cache off.
 
-    async def stream() -> None:
-        for prompt in left:
+    off: "salt" or "flush", see above.
+    more: further fields of each request.
+    step: called after each answer.
+    """
+    answers: dict[str, Answer] = {}
+    remaining = iter(prompts)
+
+    async def ask_some() -> None:
+        """Ask prompts one after another, as long as there are any; all calls share them."""
+        for prompt in remaining:
             if off == "flush":
                 await ask.flush()
                 answers[prompt] = await ask.ask(prompt, **more)
@@ -182,7 +189,7 @@ async def without_cache(
                 answers[prompt] = await ask.ask(prompt, cache_salt=uuid.uuid4().hex, **more)
             step()
 
-    await asyncio.gather(*(stream() for _ in range(1 if off == "flush" else concurrency)))
+    await asyncio.gather(*(ask_some() for _ in range(1 if off == "flush" else concurrency)))
     return answers
 
 

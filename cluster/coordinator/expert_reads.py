@@ -71,6 +71,7 @@ class ExpertReads:
         """Ask the ranks for the routed experts of ended requests, whose pages they still have."""
 
         def answered(answers: Sequence[CommandAnswer]) -> None:
+            """Complete the outputs with rank 0's answer."""
             if error := first_error(answers):
                 self._ready([_failed(output, f"{_LOST}: {error}") for output in waiting])
                 return

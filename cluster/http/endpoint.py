@@ -114,6 +114,7 @@ def answering(endpoint: Endpoint, admission: Admission, config: EdgeConfig) -> C
     (`IGNORED`). Raises ApiError."""
 
     async def answer(http: Request) -> Response:
+        """Serve a request; errors get the endpoint's own form."""
         try:
             return await answer_or_raise(http)
         except ApiError as error:
@@ -122,6 +123,7 @@ def answering(endpoint: Endpoint, admission: Admission, config: EdgeConfig) -> C
             raise endpoint.restate(error) from None
 
     async def answer_or_raise(http: Request) -> Response:
+        """Check rights and admission, read and check the body, and call the handler."""
         tenant = tenant_of(http.scope)
         if endpoint.is_administrative and not tenant.is_admin:
             raise forbidden(tenant.name)

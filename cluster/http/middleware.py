@@ -151,6 +151,7 @@ class EdgeMiddleware:
         send = adapted_send(scope, send)
 
         async def send_with_id(message: Message) -> None:
+            """Send a message of the reply; its start gets further headers."""
             nonlocal started, status
             if message["type"] == "http.response.start":
                 started, status = True, message["status"]

@@ -195,6 +195,8 @@ class GenerationResponse(Response):
         unopened = list(range(len(self._answers)))
 
         async def emit(index: int, piece: Piece, delta: ReplyDelta) -> None:
+            """Send the events of a piece, after the first event of its choice and, for the first piece, the reply's
+            start."""
             async with lock:
                 events = b""
                 for choice_index in [i for i in unopened if i == index or reply.opens_together]:

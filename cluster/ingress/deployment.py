@@ -58,6 +58,7 @@ class Coordinators:
         coordinators = await self._coordinator_endpoints()
 
         async def ask(engine_id: str, coordinator: Any) -> str | None:
+            """Return a coordinator's inbox; None if it does not answer."""
             if engine_id in known:
                 return ""
             try:
@@ -99,6 +100,7 @@ class Coordinators:
             await self._coordinator_endpoints()
 
         async def ask(engine_id: str, coordinator: Any) -> T:
+            """Return a coordinator's answer, or `failed`'s result."""
             try:
                 async with asyncio.timeout(limit_s):
                     raw: bytes = await getattr(coordinator, method).remote(*arguments)

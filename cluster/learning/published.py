@@ -79,7 +79,7 @@ class PublishedDrafts:
         self._busy = EngineBusy(Path(busy_file)) if busy_file else None
         self._texts: deque[Text] = deque()
         self._num_waiting_tokens = 0
-        self._snapshots: deque[list[int]] = deque(maxlen=_MAX_SNAPSHOTS)
+        self._snapshots: deque[list[int]] = deque(maxlen=_MAX_SNAPSHOTS)  # `accepted_histogram`, twice a second
         self._watch: AcceptanceWatch | None = None
         self._trial: Trial | None = None
         self._recent: deque[tuple[int, int]] = deque(maxlen=_MAX_SNAPSHOTS)  # rounds of the served draft, accepted
@@ -249,12 +249,14 @@ class PublishedDrafts:
         self._is_loading = True
 
         def answered(answers: Sequence[CommandAnswer]) -> None:
+            """Begin to measure the loaded draft, and pass the answers on."""
             self._is_loading = False
             now = self._scheduler.stats.accepted_histogram
             oldest = self._snapshots[0] if self._snapshots else now
             if not first_error(answers):
                 self._num_rounds = 0
                 self._recent.clear()
+                # the rounds since the oldest snapshot, with the draft before, are the usual acceptance
                 self._watch = AcceptanceWatch([count - then for count, then in zip(now, oldest, strict=False)])
                 self._snapshots.clear()
                 self._snapshots.append(list(now))

@@ -163,6 +163,7 @@ async def neighbours(ask: Asker, count: int, longest: int, seed: int) -> AsyncIt
     rng = random.Random(f"neighbours-{seed}")
 
     async def one() -> None:
+        """Send requests one after another until cancelled."""
         while True:
             prompt = words_of(rng, rng.randint(1, max(1, longest)))
             body = {"prompt": prompt, "max_tokens": rng.randint(4, 64), "temperature": 1.0}

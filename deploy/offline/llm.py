@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from aerie.deploy.offline.engine import OfflineEngine, check_others, refused_method
 from aerie.deploy.offline.outputs import Metric, RequestOutput, request_output
-from aerie.deploy.offline.prompts import LoRARequest, Messages, Prompt, finished, is_token_ids, prompt_of
+from aerie.deploy.offline.prompts import LoRARequest, Messages, Prompt, is_token_ids, prompt_of, run_coroutine
 from aerie.deploy.offline.sampling_params import SamplingParams, checked_params
 
 Params = SamplingParams | Sequence[SamplingParams] | None
@@ -119,7 +119,7 @@ class LLM:
         conversations = [messages] if is_one else messages
         options = (tools, chat_template_kwargs, add_generation_prompt, continue_final_message)
         rendered = self._engine.chat_prompts(conversations, chat_template, *options)  # type: ignore[arg-type]
-        return self._answer(finished(rendered), sampling_params, use_tqdm, lora_request)
+        return self._answer(run_coroutine(rendered), sampling_params, use_tqdm, lora_request)
 
     def _answer(
         self, prompts: Sequence[Prompt], params: Params, use_tqdm: bool | Callable[..., Any], lora: Adapters
@@ -138,7 +138,7 @@ class LLM:
         if len(adapters) != len(prompts):
             raise ValueError(f"lora_request: {len(adapters)} for {len(prompts)} prompts; give one for all, or one each")
         names = [self._engine.load_adapter(adapter).result() for adapter in adapters]
-        groups = finished(self._engine.all_answers(prompts, samplings, names))
+        groups = run_coroutine(self._engine.all_answers(prompts, samplings, names))
         answers = [answer for group in groups for answer in group]
         bar = use_tqdm if callable(use_tqdm) else tqdm
         # None: tqdm shows nothing if stderr is not a terminal

@@ -151,7 +151,7 @@ async def chat_prompt(
     return Prompt(text.text, chat=text, images=tuple(images_of(body.messages)))
 
 
-def finished(work: Coroutine[Any, Any, T]) -> T:
+def run_coroutine(work: Coroutine[Any, Any, T]) -> T:
     """Return the result of a coroutine, from any thread, also one whose event loop runs (a notebook's)."""
     try:
         asyncio.get_running_loop()

@@ -62,6 +62,7 @@ def run_until_signal(
     from ray.serve.scripts import run
 
     def drain(signum: int, frame: object) -> None:
+        """End the server on a signal: drain it, or end the process once the time limit is over."""
         limit_s = drain_timeout_s + END_LIMIT_S
         reason = f"aerie serve: had not ended {limit_s:g} s after signal {signum}"
         late = threading.Timer(limit_s, end_at_once, (console, reason))

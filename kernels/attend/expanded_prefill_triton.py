@@ -46,9 +46,14 @@ def _attend_tiles(
 ):
     """Add KV positions low .. high - 1 to the softmax state of rows at `position` [M], and return the state.
 
+    q, q_pe: [M, KEY], [M, ROTATED] queries of one head.
+    kv_ptr: the head's keys and values [tokens, KEY + VALUE], kv_stride between tokens.
+    k_pe_ptr: [tokens, ROTATED] rotated parts of keys, k_pe_stride between tokens.
     last: position of the tile's last row, which is the last token that is read.
+    scale_log2: factor on scores, including log2(e).
     top, total, acc: see `online_softmax_triton.accumulate`.
     MASKED: hide positions after a row's own; without it every row sees all of low .. high - 1.
+    UPCAST: multiply in float32, for the interpreter.
     """
     n = tl.arange(0, BLOCK_N)
     for start in range(low, high, BLOCK_N):

@@ -132,12 +132,15 @@ def _plan(
     """Write the plan of a batch: the shortest pieces of equal length (in pages) that fit in `room` tiles, and each
     tile's request, query tile and piece.
 
+    prefix_len_ptr: [num_requests] tokens before the suffix_len new ones.
     ints_ptr: the plan's int32 arrays, at the offsets *_at.
     valid_ptr: whether a tile is used.
+    last_page_len_ptr: [num_requests] int32, written: tokens in the last page of a table row of table_width pages.
     rows, tiles: query rows and query tiles of a request.
     padded: tiles of the grid.
     min_pages: minimum pages of a piece.
     SPLITS: requests may be cut; else each is one piece.
+    REQUESTS, TILES: requests and tiles, padded.
     """
     request = tl.arange(0, REQUESTS)
     live = request < num_requests
@@ -235,7 +238,12 @@ def _pack_mask(
     BYTES: tl.constexpr,
 ):
     """Write BYTES bytes of a request's mask as FlashInfer packs it: a bit for each row and column of prefix and suffix,
-    row by row."""
+    row by row.
+
+    mask_ptr: [requests, rows] tree masks of the suffix_len last columns, request_stride and row_stride apart.
+    prefix_len_ptr: [requests] columns before these, which every row sees.
+    packed_ptr: [requests, bytes_stride] uint8, written.
+    """
     request = tl.program_id(0)
     prefix = tl.load(prefix_len_ptr + request)
     length = prefix + suffix_len

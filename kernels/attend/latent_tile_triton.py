@@ -103,7 +103,12 @@ def latent_maps(
 @triton.jit
 def score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS: tl.constexpr):
     """Return scaled float32 scores of q [M, D], q_rotated [M, ROTATED] and a tile: [M, N], or [N, M] with TOKENS = 0;
-    and the values [N, D] in q's dtype, without the pool's scale."""
+    and the values [N, D] in q's dtype, without the pool's scale.
+
+    latent, rotated: [N, D], [N, ROTATED], from `load_latent_tile`.
+    scale_log2: factor on scores, including log2(e) and the pool's scale.
+    TOKENS: dimension of the tokens in the scores.
+    """
     latent, rotated = latent.to(q.dtype), rotated.to(q.dtype)
     if TOKENS == 0:
         scores = tl.dot(rotated, tl.trans(q_rotated), input_precision="ieee")
@@ -120,8 +125,12 @@ def score_latent_tile(q, q_rotated, latent, rotated, scale_log2, TOKENS: tl.cons
 def score_latent_pairs(
     q, q_odd, q_rotated, q_rotated_odd, pairs, rotated, scale_log2, TOKENS: tl.constexpr, INTERPRETED: tl.constexpr
 ):
-    """`score_latent_tile` over FP8 rows read as pairs of numbers (`aerie.kernels.kv.stored_values_triton.even`). Even
-    and odd dimensions of q are separate tensors."""
+    """Return the scores of `score_latent_tile` over FP8 rows read as pairs of numbers
+    (`aerie.kernels.kv.stored_values_triton.even`).
+
+    q, q_odd, q_rotated, q_rotated_odd: even and odd dimensions of the queries.
+    pairs, rotated: [N, D / 2], [N, ROTATED / 2] pairs of FP8 numbers.
+    """
     dtype: tl.constexpr = q.dtype
     first, second = even(pairs, dtype, INTERPRETED), odd(pairs, dtype, INTERPRETED)
     k_pe, k_pe_odd = even(rotated, dtype, INTERPRETED), odd(rotated, dtype, INTERPRETED)
@@ -162,10 +171,14 @@ def accumulate_latent_pairs(
     UNIT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """`accumulate_latent`, with even and odd dimensions of the values as separate sums.
+    """Add a tile to the softmax state as `accumulate_latent` does, with even and odd dimensions of the values as
+    separate sums.
 
+    scores: from `score_latent_pairs`.
     pairs: [N, D / 2] int16, pairs of FP8 numbers.
     dtype: dtype of the products' operands.
+    top, total, acc, acc_odd: the state: maxima, sums of weights, and sums of even and of odd dimensions.
+    TOKENS, FIXED, UNIT: as in `accumulate_latent`.
     """
     new_top = tl.maximum(top, tl.max(scores, TOKENS))
     origin = tl.where(new_top == float("-inf"), 0.0, new_top)

@@ -19,7 +19,12 @@ CHUNKS = 16  # compared at a time
 @triton.jit
 def _chunks_at(indptr_ptr, starts_ptr, low, num_chunks, rows, CHUNKS: tl.constexpr):
     """Return index, first row, end, position and number of tiles of chunks low .. low + CHUNKS - 1, [1, CHUNKS] each;
-    missing chunks have no tiles."""
+    missing chunks have no tiles.
+
+    indptr_ptr: [num_chunks + 1] first row of each chunk, and the last one's end.
+    starts_ptr: [num_chunks] position of the first row.
+    rows: rows of a tile.
+    """
     c = low + tl.arange(0, CHUNKS)[None, :]
     there = c < num_chunks
     first = tl.load(indptr_ptr + c, mask=there, other=0)
@@ -39,7 +44,11 @@ def _plan_tiles(
     CHUNKS: tl.constexpr,
 ):
     """Write the fields of BLOCK tiles of `rows` rows each: chunk, first and last row, position; tiles with the longest
-    context first."""
+    context first.
+
+    indptr_ptr, starts_ptr, num_chunks: see `_chunks_at`. CHUNKS: chunks that are compared at once.
+    tiles_ptr: [num_tiles, TILE_FIELDS] int32, written; IDLE after the last tile.
+    """
     tile = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))[:, None]
     chunk, first, end, position = tile * 0, tile * 0, tile * 0, tile * 0
     total = 0

@@ -30,8 +30,10 @@ def add_span(
     [M], and return the state.
 
     q, q_odd: from `load_queries`. top, total, acc, acc_odd: see `accumulate`.
+    k_ptr, v_ptr: the layer's pages of PAGE tokens; `head` is one of KV_HEADS, with D dimensions.
     table, last: the chunk's page table, and the last position that any row of the tile sees.
-    factor: as `cap_scales` returns it; unused without SOFT_CAP.
+    scale_log2, factor: as `cap_scales` returns them; factor is unused without SOFT_CAP.
+    n, d: [BLOCK_N], [D] indices of columns and dimensions; PAIRS: of pairs of dimensions.
     MASKED: apply `reach` and WINDOW; without it every row sees all positions of the span.
     """
     # Page numbers are loaded one tile ahead: see `decode_triton`.

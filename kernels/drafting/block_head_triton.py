@@ -89,11 +89,15 @@ def _score_candidates(
     RANK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Write the scores of one entry's n candidates at depth `row`: unary_ptr plus the product of the embeddings
-    [rank] of the previous token (before_ptr) and of the candidate (after_ptr), with the depth's factor projected_ptr.
+    """Write the scores of one entry's n candidates at depth `row`: unary_ptr plus the product of the embeddings [rank]
+    of the previous token (before_ptr) and of the candidate (after_ptr), with the depth's factor projected_ptr.
 
     unary_ptr, candidate_ptr: [requests, depths, n]; a request has `width` entries.
-    previous_ptr: [entries].
+    projected_ptr: [requests, depths, rank], or None.
+    previous_ptr: [entries] rows of before_ptr [.., rank].
+    after_ptr: [vocabulary, rank].
+    score_ptr, id_ptr: [entries, n], written.
+    N, RANK: n and rank, padded.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()

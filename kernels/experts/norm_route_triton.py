@@ -74,8 +74,11 @@ def _norm_route(
 ):
     """Norm one row, and choose its experts. The last program sums the logits and routes.
 
-    stream_ptr, normed_ptr: the residual stream, and the normed row.
-    part_ptr: logits of PARTS parts of SIZE columns.
+    x_ptr, residual_ptr: [SIZE] the row, and the residual stream, to be added.
+    norm_ptr, eps: [SIZE] weights and epsilon of the norm.
+    w_ptr, logit_bias_ptr: [WIDTH, SIZE] weights of the router, and their bias or None.
+    stream_ptr, normed_ptr: [SIZE], written: the residual stream, and the normed row.
+    part_ptr, ticket_ptr: [PARTS, WIDTH] float32 logits of each part of the columns, and a counter of programs.
     BLOCK: SIZE, padded.
     SPAN: columns of a program.
     BLOCK_N: logits of a program.

@@ -126,8 +126,10 @@ def _fp8_gemm_wide(
 ):
     """Multiply one tile of BLOCK_M rows and BLOCK_N outputs in one of SPLITS parts of K.
 
-    row_step, group_step: strides of x's scales.
-    part_ptr: sums of the splits, which the last program of a tile adds.
+    x_desc, w_desc: tensor maps of x [rows, K] and W [N, K], FP8.
+    x_scales_ptr, w_scales_ptr: their scales; row_step, group_step: strides of x's scales.
+    bias_ptr: [N], with HAS_BIAS. out_ptr: [rows, N], written.
+    part_ptr, ticket_ptr: sums of the splits, which the last program of a tile adds, and counters of programs.
     GROUPS: groups of 128 columns in K.
     SLICES: parts of K that a program sums one after another, each from zero.
     LAST: groups at the start of a slice that are multiplied last.

@@ -71,7 +71,13 @@ def round_columns(
     INTERPRETED: tl.constexpr,
 ):
     """Quantise SPAN groups of columns of one row x, from group `first`; this program may then read them. Other programs
-    may write the same values."""
+    may write the same values.
+
+    x_ptr: [rows, ..] in 16 or 32 bits, x_stride between rows; with rows = 0 nothing is written.
+    values_ptr, scales_ptr: [GROUPS * 128] FP8 and [GROUPS] float32, written.
+    COLUMNS: columns at a time.
+    FENCE: let tensor maps read the values.
+    """
     m = tl.arange(0, 1)
     row = m.to(tl.int64)[:, None]
     for start in tl.static_range(0, SPAN * 128, COLUMNS):
@@ -108,7 +114,10 @@ def _quantize(
 ):
     """Write BLOCK columns of a row in FP8, with scales by group of columns (BY_GROUP) or by row.
 
-    x_ptr: [rows, SIZE]; with GATED gate and up columns [rows, 2 SIZE], of which silu(gate) * up is written.
+    x_ptr: [rows, SIZE], x_stride between rows; with GATED gate and up columns [rows, 2 SIZE], of which silu(gate) * up
+        is
+        written.
+    out_ptr, scales_ptr: [rows, SIZE] FP8 and its scales, written.
     row_step, group_step: strides of the scales.
     """
     if PDL:
@@ -174,6 +183,8 @@ def _fp8_norm(
     """Norm one row and write it in FP8, with PLAIN also in x's dtype. With HAS_RESIDUAL x is added to the residual
     first, in place.
 
+    x_ptr, residual_ptr: [rows, SIZE]. weight_ptr, eps: [SIZE] weights and epsilon of the norm.
+    plain_ptr, out_ptr, scales_ptr: [rows, SIZE] in x's dtype, FP8 and its scales, written.
     row_step, group_step: strides of the scales.
     BY_GROUP: scales by group of columns; else by row.
     """

@@ -51,7 +51,13 @@ def _slice_sum(
     LAST: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Return the sums [BLOCK_N, BLOCK_M] of the slice of K that starts at `first`."""
+    """Return the sums [BLOCK_N, BLOCK_M] of the slice of K that starts at column `first`.
+
+    x_desc, w_desc: tensor maps of x [rows, K] and W [N, K]; first_m, first_n: the tile's first row and output.
+    SPAN: columns of the slice, BLOCK_K at a time.
+    LAST: columns at the start of the slice that are multiplied last.
+    UPCAST: multiply in float32, for the interpreter.
+    """
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     for step in range(0, SPAN, BLOCK_K):
         start = first + step
@@ -90,8 +96,11 @@ def _ordered_gemm(
     """Multiply a tile of BLOCK_M rows and BLOCK_N outputs. Sums over SPLITS slices of SPAN columns are added in order:
     PARALLEL by the last of SPLITS programs, else by one program.
 
+    x_desc, w_desc: tensor maps of x [rows, K] and W [N, K].
+    bias_ptr: [N], with HAS_BIAS. out_ptr: [rows, N], written.
+    part_ptr, ticket_ptr: float32 sums of the slices, and counters of programs, with PARALLEL.
     TOGETHER: tiles of rows whose programs are adjacent, because they read the same tile of W.
-    LAST: columns at the start of a slice that are multiplied last.
+    BLOCK_K, LAST, UPCAST: see `_slice_sum`.
     """
     tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     program, split = tl.program_id(0), tl.program_id(1)

@@ -36,7 +36,11 @@ def normed(x, weight, size, eps, DTYPE: tl.constexpr):
 
 @triton.jit
 def normed_row(x_ptr, residual_ptr, weight, row, column, size, eps, HAS_RESIDUAL: tl.constexpr):
-    """Return the RMSNorm of a row of x, in float32. With a residual, add x to it first, in place."""
+    """Return the RMSNorm of row `row` of x_ptr [rows, size], in float32, at columns `column`. With HAS_RESIDUAL, add
+    the row to residual_ptr first, in place.
+
+    weight: the norm's weights at these columns, eps: its epsilon.
+    """
     inside = column < size
     x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
     if HAS_RESIDUAL:
@@ -60,7 +64,10 @@ def _add_norm(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """See `aerie.kernels.norm.norm.add_rms_norm`, and without HAS_RESIDUAL `rms_norm`."""
+    """Norm one row to out_ptr [rows, size]. With HAS_RESIDUAL x_ptr is added to residual_ptr first, in place.
+
+    weight_ptr, eps: [size] weights and epsilon of the norm. BLOCK: size, padded.
+    """
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size
@@ -74,7 +81,8 @@ def _add_norm(
 
 @triton.jit
 def _gated_mul(gate_up_ptr, out_ptr, size, GELU: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    """Write gelu(gate) * up with GELU (by tanh), else silu(gate) * up."""
+    """Write BLOCK columns of act(gate) * up to out_ptr [rows, size], of gate_up_ptr [rows, 2 * size]. GELU: act is
+    GELU; else SiLU."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()

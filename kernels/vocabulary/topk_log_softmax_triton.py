@@ -30,7 +30,12 @@ def _partial(
     SORTED: tl.constexpr,
 ):
     """Find the K best of a row's BLOCK columns, and their maximum and sum of exponentials. SORTED: by `tl.topk`; else
-    one after another."""
+    one after another.
+
+    x_ptr: [rows, size] logits, row_stride between rows.
+    value_ptr, index_ptr: [rows, parts, K], written: the best logits and their columns.
+    top_ptr, total_ptr: [rows, parts] float32, written: maximum, and sum of exp(logit - maximum).
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * row_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
@@ -152,7 +157,11 @@ def topk_log_softmax(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 @triton.jit
 def _partial_largest(x_ptr, value_ptr, index_ptr, size, row_stride, BLOCK: tl.constexpr):
-    """Find the largest of a row's BLOCK columns."""
+    """Find the largest of a row's BLOCK columns.
+
+    x_ptr: [rows, size] logits, row_stride between rows.
+    value_ptr, index_ptr: [rows, parts], written: infinity for NaN, and the column.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = part * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + row * row_stride + column, mask=column < size, other=float("-inf")).to(tl.float32)
@@ -168,7 +177,12 @@ def _partial_largest(x_ptr, value_ptr, index_ptr, size, row_stride, BLOCK: tl.co
 
 @triton.jit
 def _combine_largest(value_ptr, index_ptr, best_ptr, out_ptr, parts, size, BROKEN: tl.constexpr, PARTS: tl.constexpr):
-    """Choose a row's largest of all parts. BROKEN: see `combine`."""
+    """Choose a row's largest of all parts.
+
+    value_ptr, index_ptr: [rows, parts], from `_partial_largest`; columns below `size`.
+    best_ptr, out_ptr: [rows] float32 and int64, written: the largest value and its column.
+    BROKEN: see `combine`. PARTS: parts, padded.
+    """
     row = tl.program_id(0).to(tl.int64)
     part = tl.arange(0, PARTS)
     value = tl.load(value_ptr + row * parts + part, mask=part < parts, other=float("-inf"))

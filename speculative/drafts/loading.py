@@ -87,6 +87,7 @@ def running_draft(
     """Return a loaded draft as a model whose weights can be loaded again. Arguments: see `load_draft`."""
 
     def has_same_ids(name: str, tensor: Tensor) -> bool:
+        """Return whether `d2t` or `t2d` of new weights names the served vocabulary, which cannot change."""
         if method.head_rows is not None:
             return False
         ids = torch.arange(method.vocab_size) if model.target_ids is None else model.target_ids.cpu()
@@ -98,6 +99,7 @@ def running_draft(
         return members is None or torch.equal(members, ids.sort().values)
 
     def follow(read: Read) -> None:
+        """Copy the draft's parts of the target again after its weights changed. read: yields the target's tensors."""
         if method.head_rows is not None and "lm_head" in model.from_target:
             assert model.target_ids is not None
             rows = gathered_rows(target.lm_head, model.target_ids, f"draft {method.path}")

@@ -21,7 +21,7 @@ from aerie.speculative.training.rows import Conversation, RowError
 
 # Batches are cut from length-sorted runs of this many batches. Longer runs need less padding, shorter ones are more
 # random.
-_RUN_BATCHES = 32
+_WINDOW_BATCHES = 32  # batches in a window of samples that are sorted by length
 # Batch lengths are multiples of this: fewer shapes, and rows aligned for the attention kernels.
 LENGTH_STEP = 64
 
@@ -139,18 +139,19 @@ def read_samples(path: Path) -> list[Sample]:
 def plan_batches(lengths: Sequence[int], batch_tokens: int, seed: int) -> list[list[int]]:
     """Return one epoch's batches as lists of sample indices, each of at most `batch_tokens` tokens including padding.
 
-    Every sample occurs once; a sample longer than `batch_tokens` gets a batch of its own.
+    Every sample occurs once; a sample longer than `batch_tokens` gets a batch of its own. Samples are sorted by length
+    within random windows, so that batches have little padding and differ between epochs. seed: of the order.
     """
     rng = random.Random(seed)
     order = list(range(len(lengths)))
     rng.shuffle(order)
     lengths = [padded_length(length) for length in lengths]
     mean = sum(lengths) / max(len(lengths), 1)
-    run = max(1, round(_RUN_BATCHES * batch_tokens / max(mean, 1)))
+    window = max(1, round(_WINDOW_BATCHES * batch_tokens / max(mean, 1)))  # samples that are sorted by length
     batches: list[list[int]] = []
-    for start in range(0, len(order), run):
+    for start in range(0, len(order), window):
         batch: list[int] = []
-        for index in sorted(order[start : start + run], key=lambda i: lengths[i]):
+        for index in sorted(order[start : start + window], key=lambda i: lengths[i]):
             if batch and lengths[index] * (len(batch) + 1) > batch_tokens:
                 batches.append(batch)
                 batch = []

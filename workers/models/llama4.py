@@ -151,6 +151,7 @@ def _halves(name: str, heads: int, head_dim: int) -> Packed:
     """Return the rule that moves the even rows of each head before its odd ones, so that RoPE rotates halves."""
 
     def split(full: Tensor, kind: str) -> Sequence[Tensor]:
+        """Move rows of a matrix or of its scales."""
         if full.dim() == 0 or full.numel() == 1:  # a scale of the whole matrix
             return [full]
         if kind not in _BY_ROW or full.shape[0] != heads * head_dim:

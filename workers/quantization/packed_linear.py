@@ -362,6 +362,7 @@ def with_rows(matrix: MatrixCodes, first: int, num_rows: int) -> MatrixCodes:
     """Return `matrix` at row `first` of `num_rows`; the other rows are zero."""
 
     def padded(tensor: Tensor | None) -> Tensor | None:
+        """Return a tensor with rows of zeros around its own."""
         if tensor is None or tensor.shape[0] == num_rows:
             return tensor
         whole = tensor.new_zeros((num_rows, *tensor.shape[1:]))

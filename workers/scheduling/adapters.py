@@ -195,6 +195,7 @@ class Adapters:
         self._next_number += 1
 
         def loaded(error: str) -> None:
+            """Let requests have the adapter once all ranks have read it."""
             if error:
                 self._commands.add(UnloadAdapter(adapter.number), lambda answers: None)
             else:

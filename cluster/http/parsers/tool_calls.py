@@ -60,7 +60,7 @@ class MarkedCalls:
         self._marks = Marks(bodies)
 
     def read(self, source: Source, parsed: Parsed) -> Reading[None]:
-        """Read an answer."""
+        """Read an answer: text outside of marks is content; text after a mark that is no call is content, too."""
         spaces: list[str] = []
         has_failed = False  # the mark after a call that is none is content, too
         while True:
@@ -86,17 +86,20 @@ class MarkedCalls:
             parsed.text("".join(spaces))
 
     def read_only_calls(self, source: Source, parsed: Parsed) -> Reading[None]:
-        """Read calls up to other text, in which a mark begins no call."""
+        """Read calls one after another, and stop at other text. Marks in that text begin no calls."""
         while True:
             yield from source.run(SPACES)
             mark = yield from self._marks.take(source)
             body = self.bodies[mark] if mark else None
-            if not mark or (body is not None and (yield from body(source, parsed)) is not None):
+            if not mark:
+                return
+            position_of_text = None if body is None else (yield from body(source, parsed))
+            if position_of_text is not None:
                 return
 
 
 def _no_call(body: CallBody, mark: str, source: Source, parsed: Parsed) -> Reading[str]:
-    """Read the calls after `mark`. Return the text that is none, with the mark if there was no call."""
+    """Read the calls after `mark`. Return the text after them that is no call; without any call, with the mark."""
     num_before = parsed.num_calls
     source.record()
     position = yield from body(source, parsed)
@@ -115,6 +118,7 @@ def named_call(head: re.Pattern[str], tail: str, mark: str) -> CallBody:
     """
 
     def read(source: Source, parsed: Parsed) -> Reading[int | None]:
+        """Read a head of at most `_MAX_HEAD` characters, then the arguments and the tail."""
         start = source.position
         text = ""
         while len(text) <= _MAX_HEAD:

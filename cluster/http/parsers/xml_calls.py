@@ -116,6 +116,7 @@ def xml_calls(types: Mapping[str, ArgumentTypes], form: XmlForm = QWEN, opened: 
     """
 
     def read(source: Source, parsed: Parsed) -> Reading[int | None]:
+        """Read functions up to text that is none."""
         is_first = True
         while True:
             start = source.position

@@ -201,7 +201,11 @@ def _object(schema: Mapping[str, Any], indent: str, depth: int) -> str:
 
 
 def _property(named: str, schema: Mapping[str, Any], indent: str, depth: int) -> Iterator[str]:
-    """Return the lines of one property. named: its name and colon."""
+    """Yield the lines of one property: title, description and examples as comments, then name, type and default.
+
+    named: its indent, name and colon.
+    depth: how deep schemas may still be nested.
+    """
     if title := _string(schema, "title"):
         yield comment(title, indent) + f"{indent}//\n"
     variants = schema.get("oneOf")
@@ -210,20 +214,29 @@ def _property(named: str, schema: Mapping[str, Any], indent: str, depth: int) ->
         yield comment(described, indent)
     if examples := [value for value in _listed(schema, "examples") if isinstance(value, str)]:
         yield f"{indent}// Examples:\n" + "".join(f'{indent}// - "{value}"\n' for value in examples)
-    default = _default(schema)
-    if not isinstance(variants, list):
-        kind = _or_null(type_text(schema, f"{indent}    ", depth - 1), schema)
-        yield f"{named} {kind},{f' // {default}' if default else ''}\n"
+    if isinstance(variants, list):
+        yield from _union_property(named, schema, variants, indent, depth)
         return
-    repeats = bool(variants) and described == _string(variants[0], "description")
-    if described and not repeats:
+    default = _default(schema)
+    kind = _or_null(type_text(schema, f"{indent}    ", depth - 1), schema)
+    yield f"{named} {kind},{f' // {default}' if default else ''}\n"
+
+
+def _union_property(
+    named: str, schema: Mapping[str, Any], variants: list[Any], indent: str, depth: int
+) -> Iterator[str]:
+    """Yield the lines of a property with oneOf: description and default as comments, the name, a line per variant."""
+    described = _string(schema, "description")
+    is_of_first = bool(variants) and described == _string(variants[0], "description")
+    if described and not is_of_first:
         yield comment(described, indent)
-    if default:
+    if default := _default(schema):
         yield f"{indent}// {default}\n"
     yield f"{named}\n"
-    for i, value in enumerate(variants):
-        # the first variant's description would repeat the property's
-        yield f"{indent} | {_variant(value, indent, depth)}{_notes(value, described, i == 0 and not repeats)}\n"
+    for i, variant in enumerate(variants):
+        # below the property's own description, the first variant's is left out
+        notes = _notes(variant, described, i == 0 and not is_of_first)
+        yield f"{indent} | {_variant(variant, indent, depth)}{notes}\n"
     yield f"{indent},\n"
 
 

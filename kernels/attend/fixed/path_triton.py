@@ -213,14 +213,19 @@ def _finish_paths(
     """Continue one row of a tree along its path, for one KV head, after the tiles that `_attend_decode` has computed;
     and write the result of the row.
 
+    q_ptr, out_ptr: [requests * ROWS, KV_HEADS * GROUP, D]; out is written.
+    k_ptr, v_ptr: the layer's pages, as tokens [.., KV_HEADS, D]. v_scale: factor on V.
+    mask_ptr, prefix_ptr: [requests, ROWS] tree masks, and [requests] tokens before the tree.
     tokens_ptr: for each row's path PATH_COLUMNS indices of tokens in the pool, -1 after the last.
     requests_ptr: each request's first partial result and its number.
-    GROUP: query heads per KV head, padded to BLOCK_M.
+    part_ptr, lse_ptr, sums_ptr: partial results of `_attend_decode`, their maxima, and the sums of weights.
+    scale_log2: factor on scores, including log2(e). sinks_ptr: [q heads] sinks, or None.
+    span: tokens of a span of the fixed plan.
+    GROUP: query heads per KV head, padded to BLOCK_M. BLOCK_N: columns of a tile.
     COLUMNS, ITEM_M, PART_M: sizes of `_attend_decode`: tiles per item, rows of a tile, rows stored per partial result.
     AT_ONCE: spans whose results are loaded at once.
     LEADS: the request's leading item has added the results of its own spans.
     WINDOW, SOFT_CAP, UPCAST, UNIT, PAIRS: as in `_attend_decode`.
-    The other pointers and strides are those of `finish_paths`'s tensors; scale_log2 includes log2(e).
     """
     WIDTH: tl.constexpr = D // 2 if PAIRS else D
     tree_row, head, request = tl.program_id(0), tl.program_id(1), tl.program_id(2)

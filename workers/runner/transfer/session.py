@@ -164,6 +164,7 @@ class WeightTransfer:
         chunks = tuple(broadcasts(tensors, packed, opened.buffer_bytes))
 
         def fetch() -> TransferGroup:
+            """Receive the announced tensors, one broadcast after another."""
             staging.check(tensors)
             with self._memory.own_stream():
                 for chunk in chunks:

@@ -299,7 +299,7 @@ class MaskHost:
         threading.Thread(target=run, daemon=True).start()
 
     def _finish_late(self, job: MaskJob) -> None:
-        """Complete a late request's mask in this thread."""
+        """Complete a late request's mask in this thread, and report that it is ready or has failed."""
         request, failure = job.request, None
         try:
             request.fill_root(scratch_of(self._table.num_words))
@@ -310,8 +310,8 @@ class MaskHost:
             if request.failure is None:
                 request.failure = failure
             self._end(job)
-            is_known = request.failure is None or failure is not None
-        if is_known:
+            has_news = request.failure is None or failure is not None  # else `_watch` has reported its failure
+        if has_news:
             self._notify(Notice([job.number]) if failure is None else Notice(failures={job.number: failure}))
 
     def _end(self, job: MaskJob) -> None:
