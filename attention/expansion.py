@@ -57,6 +57,11 @@ class ExpandedChunks(ABC):
         """Return [tokens] int64 token indices of the pool, chunk by chunk, then those of the dummy page."""
         return map_rows(self._whole, self.page_size)[1]
 
+    @cached_property
+    def token_chunks(self) -> Tensor:
+        """Return [tokens] int64: the chunk of each token; any for those of the dummy page."""
+        return self._whole.row_chunks().clamp_max(self._whole.num_chunks - 1)
+
     @property
     def ends(self) -> Tensor:
         """Return [C + 1] int32: 0, then the end of each chunk's tokens."""

@@ -106,9 +106,22 @@ def expand_latents(
     scale   factor on rows (`LatentKV.scale`)
     ->      [T, N]; [T, rotated]
     """
-    flat, latent = rows.view(-1, rows.shape[2]), weight.shape[1]
+    chosen, latent = _rows_of(rows, tokens, weight.dtype), weight.shape[1]
     if rows.dtype != FP8:
-        chosen = flat[tokens]
         return linear(chosen[:, :latent], weight), chosen[:, latent:]
-    chosen = flat.view(torch.uint8)[tokens].view(FP8).to(weight.dtype)
     return linear(chosen[:, :latent], weight) * scale, chosen[:, latent:] * scale
+
+
+def cached_latents(kv: LatentKV, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return cached latents without their rotated parts, times the KV's scale: [T, latent] of dtype. tokens: as for
+    `expand_latents`."""
+    latents = _rows_of(kv.rows, tokens, dtype)[:, : kv.latent]
+    return latents if kv.scale == 1.0 else latents * kv.scale
+
+
+def _rows_of(rows: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return latent rows [T, latent + rotated] of dtype, without the scale."""
+    flat = rows.view(-1, rows.shape[2])
+    if rows.dtype != FP8:
+        return flat[tokens]
+    return flat.view(torch.uint8)[tokens].view(FP8).to(dtype)

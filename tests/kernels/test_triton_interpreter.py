@@ -41,6 +41,7 @@ FILES = {
         "tests/kernels/gemm/test_ordered_gemm.py",
         "tests/kernels/lora/test_few_rows.py",
         "tests/kernels/lora/test_exact_lora.py",
+        "tests/kernels/lora/test_latent_adapters.py",
     ),
     "attention": (
         "tests/kernels/attend/test_fixed_latents.py",

@@ -2,6 +2,7 @@
 keys is applied to queries, and that of values to the output, so heads attend to the cached latent rows."""
 
 import dataclasses
+from abc import ABC, abstractmethod
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from aerie.kernels.fp8.rows import GROUP, Fp8Inputs, Fp8Rows
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.kv.batches import ExpandedKV
 from aerie.kernels.latent.head_products import head_products, latent_values
-from aerie.kernels.latent.latents import expand_latents, normed_latents
+from aerie.kernels.latent.latents import cached_latents, expand_latents, normed_latents
 from aerie.kernels.rope.rope_store import Angles
 from aerie.kernels.span import Span
 from aerie.workers.distributed.tp_group import TPGroup
@@ -26,10 +27,45 @@ from aerie.workers.layers.norm import RMSNorm
 LATENT_EPS = 1e-6  # epsilon of latent norms; config.json's rms_norm_eps is for the other norms
 
 
+class HeadAdapters(ABC):
+    """Adds adapters to the products of a `LatentUpProjection`, in passes with adapters. Passes without one call
+    nothing."""
+
+    @property
+    @abstractmethod
+    def is_active(self) -> bool:
+        """Whether the running pass has adapters."""
+
+    @abstractmethod
+    def add_keys(self, q: Tensor, absorbed: Tensor, num_rows: int) -> None:
+        """Add the adapters' part to queries in the latent space.
+
+        q: [n, heads, key_dim + rotated_dim], the first n of `num_rows` rows of the pass.
+        absorbed: [n, heads, latent + rotated_dim], written.
+        """
+
+    @abstractmethod
+    def add_values(self, out: Tensor, values: Tensor, num_rows: int) -> None:
+        """Add the adapters' part to values.
+
+        out: [n, heads, latent], the first n of `num_rows` rows of the pass, or of those that attend.
+        values: [n, heads, value_dim], written.
+        """
+
+    @abstractmethod
+    def add_expanded(self, latents: Tensor, kv: Tensor) -> None:
+        """Add the adapters' part to expanded keys and values.
+
+        latents: [tokens, latent], of `ForwardContext.expanded`.
+        kv: [tokens, heads * (key_dim + value_dim)], contiguous, written.
+        """
+
+
 class LatentUpProjection(ColumnParallelLinear):
     """The up-projection from latent rows to keys and values (kv_b_proj), sharded by heads.
 
     num_heads: heads of this rank. A head has `key_dim` rows for keys, then `value_dim` for values.
+    head_adapters: None in engines without adapters.
 
     After `finish`:
     keys_and_values: [heads * (key_dim + value_dim), latent].
@@ -46,6 +82,25 @@ class LatentUpProjection(ColumnParallelLinear):
     def __init__(self, latent: int, heads: Span, key_dim: int, value_dim: int) -> None:
         super().__init__(latent, {"": heads.times(key_dim + value_dim)})
         self.num_heads, self.key_dim, self.value_dim = heads.size, key_dim, value_dim
+        self.head_adapters: HeadAdapters | None = None
+
+    @property
+    def adapters(self) -> HeadAdapters | None:
+        """The adapters of the running pass; None if it has none."""
+        return self.head_adapters if self.head_adapters is not None and self.head_adapters.is_active else None
+
+    def absorb_keys(self, q: Tensor, out: Tensor, angles: Angles, num_rows: int) -> None:
+        """Write queries in the latent space, and their rotated part after RoPE, to `out`; shapes as for
+        `HeadAdapters.add_keys`."""
+        head_products(q, self.keys, out, angles, fixed=self.deterministic)
+        if self.adapters is not None:
+            self.adapters.add_keys(q, out, num_rows)
+
+    def project_values(self, out: Tensor, values: Tensor, num_rows: int) -> None:
+        """Write the values of attention output to `values`; shapes as for `HeadAdapters.add_values`."""
+        head_products(out, self.values, values, fixed=self.deterministic)
+        if self.adapters is not None:
+            self.adapters.add_values(out, values, num_rows)
 
     def finish(self, options: GEMMOptions) -> None:
         # multiplied in the model's dtype, by `aerie.kernels.latent`
@@ -127,16 +182,16 @@ class LatentAttention(AttentionLayer):
         absorbed_q = torch.empty((num_absorbed, heads, self.row_dim), dtype=dtype, device=both.device)
         store_is_fence = absorbed.plan(self.layer, absorbed_q, self.rule)
         q = self._store_latents(both, angles, context, store_is_fence)
-        up, fixed = self.kv_b_proj, self.kv_b_proj.deterministic
+        up = self.kv_b_proj
         if expanded is None:
-            head_products(q, up.keys, absorbed_q, angles, fixed=fixed)
+            up.absorb_keys(q, absorbed_q, angles, rows)
             return self.o_proj.partial(self._values(context.attend_to_cached(self.layer, absorbed_q, self.rule)))
         num_values = rows if context.attending is None else context.attending.shape[0]
         values = torch.empty((num_values, heads, self.value_dim), dtype=dtype, device=both.device)
         if num_absorbed > 0:
-            head_products(q[:num_absorbed], up.keys, absorbed_q, _rows(angles, 0, num_absorbed), fixed=fixed)
+            up.absorb_keys(q[:num_absorbed], absorbed_q, _rows(angles, 0, num_absorbed), rows)
             out = absorbed.attend_to_cached(self.layer, absorbed_q, self.rule)
-            head_products(out, up.values, values[: out.shape[0]], fixed=fixed)
+            up.project_values(out, values[: out.shape[0]], num_values)
         chunk_angles = _rows(angles, num_absorbed, rows)
         self._attend_expanded(q[num_absorbed:], chunk_angles, context, expanded, values[num_absorbed:])
         return self.o_proj.partial(values.flatten(1))
@@ -171,10 +226,10 @@ class LatentAttention(AttentionLayer):
         returns: [rows, heads * value_dim].
         """
         rows, wanted, up = out.shape[0], self.o_proj.method.fp8_inputs, self.kv_b_proj
-        if wanted is not None and wanted.by_group and self.value_dim == GROUP:
+        if wanted is not None and wanted.by_group and self.value_dim == GROUP and up.adapters is None:
             return latent_values(out, up.keys_and_values, self.key_dim, rows > wanted.many, up.deterministic)
         values = torch.empty((rows, self.num_heads, self.value_dim), dtype=out.dtype, device=out.device)
-        head_products(out, up.values, values, fixed=up.deterministic)
+        up.project_values(out, values, rows)
         return values.flatten(1)
 
     def _attend_expanded(
@@ -187,6 +242,8 @@ class LatentAttention(AttentionLayer):
         """
         cached, up = context.pool.layer(self.layer), self.kv_b_proj
         kv, rotated = expand_latents(cached.rows, expanded.tokens, expanded.ends, up.keys_and_values, cached.scale)
+        if up.adapters is not None:
+            up.adapters.add_expanded(cached_latents(cached, expanded.tokens, kv.dtype), kv)
         made = ExpandedKV(kv.unflatten(1, (self.num_heads, -1)), rotated, expanded.first, self.key_dim)  # type: ignore[no-untyped-call]
         expanded.attend(q, made, angles, self.rule.scale, out)
 

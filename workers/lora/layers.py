@@ -19,6 +19,7 @@ from aerie.kernels.norm.norm import silu_mul
 from aerie.workers.layers.attention import Attention
 from aerie.workers.layers.forward_context import ForwardContext, RowIndex
 from aerie.workers.layers.gated_delta_net import GatedDeltaNet
+from aerie.workers.layers.latent_attention import LatentAttention
 from aerie.workers.layers.linear import LinearBase, ReplicatedLinear
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part
 from aerie.workers.layers.moe import GatedMLP, MixtureOfExperts
@@ -38,6 +39,8 @@ class AdapterRows(RowIndex):
         super().__init__()
         self.is_active, self.is_fixed = False, is_fixed
         self._of_slot = of_slot
+        self._token_indices: Tensor | None = None
+        self._others: dict[int | None, Tensor] = {}
         self._indices: dict[int, Tensor] = {}  # of this pass, by the number of rows; all layers share them
         self._counters = torch.zeros(MAX_PRODUCTS, ALIGNED_BYTES // 4, dtype=torch.int32, device=of_slot.device)
         self._num_used = 0  # counters of this pass
@@ -51,9 +54,13 @@ class AdapterRows(RowIndex):
     def enter(self, context: ForwardContext, adapted: bool) -> None:
         super().enter(context, adapted)
         self.is_active = adapted
-        self._indices = {}
+        self._indices, self._token_indices, self._others = {}, None, {}
         if not adapted:
             return
+        if context.expanded is not None:
+            slots, chunks = context.expanded.batch.slots, context.expanded.token_chunks
+            assert slots is not None, "captured without a `RowIndex`"
+            self._token_indices = self._of_slot[slots.long()[chunks]].int()
         attending = (context.last or context).attending_rows(context.row_slots)
         for num_rows in {context.row_slots.shape[0], attending.shape[0]}:
             self._indices[num_rows] = self._of_slot[self.of(num_rows).long()].int()
@@ -69,6 +76,7 @@ class AdapterRows(RowIndex):
     def without_adapters(self, num_rows: int) -> Iterator[None]:
         """Within the context, products have `num_rows` rows without an adapter, and run as in a pass with adapters."""
         self._indices = {num_rows: torch.full((num_rows,), -1, dtype=torch.int32, device=self._of_slot.device)}
+        self._others = {}
         self._reset_counters()
         self.is_active = True
         try:
@@ -88,14 +96,26 @@ class AdapterRows(RowIndex):
         pass, or those that attend in its last layer."""
         return self._indices[num_rows]
 
+    def other_ranks(self, num_rows: int | None, owners: Tensor) -> Tensor:
+        """Return [num_rows, ranks] bool: ranks of adapters other than a row's own. All layers share it.
+
+        num_rows: as for `lora_indices`; None: the tokens of `ForwardContext.expanded`.
+        owners: [ranks] int32, each rank's adapter, the same for all layers.
+        """
+        if num_rows not in self._others:
+            indices = self._token_indices if num_rows is None else self.lora_indices(num_rows)
+            assert indices is not None, "the pass expands no latents"
+            self._others[num_rows] = indices[:, None] != owners
+        return self._others[num_rows]
+
 
 def adaptable_layers(model: nn.Module) -> dict[str, LinearBase]:
-    """Return the layers of a target or draft that adapters may change, by path: the projections of grouped-query
-    attention, recurrent layers, gated MLPs and shared experts, and a draft's `fc`. Others have kernels that skip
-    `LinearMethod.multiply`, such as routed experts and latent attention."""
+    """Return the layers of a target or draft that adapters may change, by path: the projections of attention, recurrent
+    layers, gated MLPs and shared experts, and a draft's `fc`. Others have kernels that skip `LinearMethod.multiply`,
+    such as routed experts."""
     layers: dict[str, LinearBase] = {}
     for path, module in model.named_modules():
-        if isinstance(module, Attention | GatedDeltaNet | GatedMLP):
+        if isinstance(module, Attention | LatentAttention | GatedDeltaNet | GatedMLP):
             layers |= _linear_layers(path, module)
         if isinstance(module, MixtureOfExperts):
             for shared in module.joined:

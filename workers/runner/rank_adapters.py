@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from aerie.kernels.lora.product import VARIANT_ROWS, LoraTables
 from aerie.kernels.to_device import pinned
 from aerie.workers.config import LoraConfig
+from aerie.workers.layers.latent_attention import LatentUpProjection
 from aerie.workers.layers.linear import GateUpParallelLinear, LinearBase
 from aerie.workers.lora.adapter_config import draft_folder
 from aerie.workers.lora.adapter_file import AdapterNames, LayerMatrices, read_layers
+from aerie.workers.lora.latent import LatentAdapters, allocate_latent_tables, launch_head_products
 from aerie.workers.lora.layers import (
     AdaptedMethod,
     AdapterRows,
@@ -83,11 +85,15 @@ class RankAdapters:
     def _adapt(self, layers: Mapping[str, LinearBase], rows: AdapterRows) -> None:
         rank = padded_rank(self._config.max_lora_rank)
         for path, layer in layers.items():
-            sizes = self._config.max_loras, rank, layer.method.dtype, self._device
-            tables = allocate_tables(layer.shape, *sizes, fixed=rows.is_fixed)
-            layer.method = AdaptedMethod(layer.method, tables, rows)
+            sizes = layer.shape, self._config.max_loras, rank, layer.method.dtype, self._device
+            if isinstance(layer, LatentUpProjection):
+                tables = allocate_latent_tables(*sizes)
+                layer.head_adapters = LatentAdapters(layer, tables, rows)
+            else:
+                tables = allocate_tables(*sizes, fixed=rows.is_fixed)
+                layer.method = AdaptedMethod(layer.method, tables, rows)
+                self._layers.append(layer)
             self._tables[path] = tables
-            self._layers.append(layer)
 
     @torch.inference_mode()
     def launch_kernels(self) -> None:
@@ -99,6 +105,7 @@ class RankAdapters:
             for num_rows in VARIANT_ROWS:
                 layer.method.launch_kernels(num_rows, layer.bias, isinstance(layer, GateUpParallelLinear))
         launch_routed_experts(self._model)
+        launch_head_products(self._model)
 
     def register(self, handlers: CommandHandlers) -> None:
         """Carry out the commands of adapters."""

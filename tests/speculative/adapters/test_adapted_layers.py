@@ -22,12 +22,16 @@ from tests.support.tiny_models import VOCAB, make_eagle, make_target
 
 ATTENTION, MLP = ("q_proj", "k_proj", "v_proj", "o_proj"), ("gate_proj", "up_proj", "down_proj")
 
+DEEPSEEK = ("q_b_proj", "q_a_proj", "kv_b_proj", "kv_a_proj_with_mqa", "o_proj")
 # Names of the modules that adapters change, by architecture.
 MODULES: dict[str, tuple[str, ...]] = {
     "Qwen3_5": (*ATTENTION, *MLP, "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
     "Qwen3Next": (*ATTENTION, *MLP, "in_proj_qkvz", "in_proj_ba", "out_proj"),
     "Qwen2Moe": (*ATTENTION, *MLP),
     "Glm4Moe": (*ATTENTION, *MLP),
+    "DeepseekV3": (*DEEPSEEK, *MLP),
+    "DeepseekV2": ("q_proj", *DEEPSEEK[1:], *MLP),
+    "Glm4MoeLite": (*DEEPSEEK, *MLP),
     "GraniteMoeShared": (*ATTENTION, "shared_mlp.input_linear", "shared_mlp.output_linear"),
 }
 
@@ -41,7 +45,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Adapted]
 def make_family(folder: Path, architecture: str) -> Adapted:
     """A tiny target, an EAGLE head that is often right about its text, and two adapters: one of all layers, and one of
     half of the modules."""
-    modules, calm = MODULES[architecture], 0.003 if architecture.startswith("Qwen3") else 1.0
+    modules, calm = MODULES[architecture], 0.003 if architecture.startswith(("Qwen3", "Deepseek")) else 1.0
     target = make_target(folder / "target", architecture=architecture, calm=calm)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(2, VOCAB, (n,), generator=generator).tolist() for n in (43, 5, 30, 17)]
@@ -73,9 +77,16 @@ METHODS: dict[str, SpeculativeConfig | None] = {
     [
         ("Qwen3_5", "tree", 1),
         ("Qwen3Next", "chain", 2),
+        ("DeepseekV3", "tree", 2),
         *slow(*(("Qwen3_5", method, ranks) for method in ("none", "suffix", "chain") for ranks in (1, 2))),
         *slow(("Qwen3Next", "none", 1), ("Qwen3Next", "tree", 2)),
-        *slow(*((name, "none", 2) for name in ("Glm4Moe", "GraniteMoeShared", "Qwen2Moe"))),
+        *slow(*((name, "none", 2) for name in ("Glm4Moe", "Glm4MoeLite", "GraniteMoeShared", "Qwen2Moe"))),
+        *slow(
+            ("DeepseekV3", "none", 1),
+            ("DeepseekV3", "suffix", 1),
+            ("DeepseekV3", "chain", 2),
+            ("DeepseekV2", "tree", 1),
+        ),
     ],
 )
 def test_all_layers_of_a_family_take_adapters(
@@ -91,9 +102,10 @@ def test_all_layers_of_a_family_take_adapters(
     spec = pair.spec(speculative, cache, scheduler, tensor_parallel=ranks)
     spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, lora=LoraConfig(adapted.adapters, 2)))
     jobs = [(name, i) for i in range(len(pair.prompts)) for name in ("", "all", "half")]
+    accepted = 0
     with local_engine(spec) as engine:
         for chosen in (jobs, [("", i) for i in range(len(pair.prompts))], jobs[:3]):
             requests = engine.generate([pair.prompts[i] for _, i in chosen], [of(name) for name, _ in chosen])
             assert [request.output for request in requests] == [adapted.expected[name][i] for name, i in chosen]
-            if method in ("chain", "tree"):
-                assert sum(sum(request.acceptance_histogram[1:]) for request in requests) > 0, "some drafts are right"
+            accepted += sum(sum(request.acceptance_histogram[1:]) for request in requests)
+    assert accepted > 0 or method in ("none", "suffix"), "some drafts are right"

@@ -222,8 +222,7 @@ def test_scales_are_those_of_peft(adapted: Adapted) -> None:
     [
         ("Qwen3Moe", {}, ["q_proj", "gate_proj", "up_proj", "down_proj"]),
         ("Qwen3Moe", {}, ["q_proj", "mlp.gate"]),
-        ("DeepseekV2", {}, ["kv_b_proj"]),
-        ("DeepseekV3", {}, ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "down_proj"]),
+        ("DeepseekV3", {}, ["q_a_proj", "gate_proj", "up_proj", "down_proj"]),
         ("Qwen3Next", {}, ["in_proj_ba", "shared_expert_gate"]),
         ("Llama", {}, ["lm_head"]),
         ("Llama", {}, ["embed_tokens"]),
