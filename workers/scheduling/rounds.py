@@ -115,7 +115,8 @@ class RoundPlanner:
         budget: LatencyBudget | None,
         rests: Callable[[StepRounds], bool] = lambda rounds: False,
     ) -> PlannedRounds:
-        """Plan a round of `slots` and reserve its pages, of those that remain if pages run out.
+        """Plan a round of `slots` and reserve its pages. If pages run out, the youngest requests are preempted, and the
+        round is that of the others.
 
         rests: whether the step leaves these rounds out.
         """

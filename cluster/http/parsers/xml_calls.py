@@ -161,8 +161,8 @@ class _Function:
         self._has_ended = False
 
     def read(self) -> Reading[int | None]:
-        """Read up to the function's end, or text in place of a tag. The tags that end the call, but not the function,
-        are left. Return the position of a tag that begins no parameter, None without."""
+        """Read parameters up to the function's closing tag, or to text in place of a tag. Tags that end the call are
+        left unread. Return the position of a tag that begins no parameter; None if there is none."""
         form, source = self._form, self._source
         position = None
         while not self._has_ended:
@@ -187,11 +187,12 @@ class _Function:
         return position
 
     def _parameter(self) -> Reading[bool]:
-        """Read a parameter after its tag; return whether it is one."""
+        """Read a parameter after its opening mark; return False if other text follows the mark. True also if the end of
+        the answer cuts the parameter."""
         form, source = self._form, self._source
         parts: list[str] = []
         mark: str | None = ""
-        while mark == "":
+        while mark == "":  # further text of the key may follow
             text, mark = yield from form.key_marks.find(source)
             parts.append(text)
         if mark != form.key_end:
@@ -210,6 +211,7 @@ class _Function:
         return True
 
     def _write_text(self, text: str) -> None:
+        """Write a part of a string to the arguments."""
         self._parsed.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
 
     def _value(self, key: str, types: frozenset[str]) -> Reading[None]:
@@ -228,10 +230,11 @@ class _Function:
             self._opens = ", "
 
     def _text(self, write: Write) -> Reading[bool]:
-        """Write the text of a value. Return whether it ends before the answer.
+        """Write the text of a value. Return whether the value ends; else the end of the answer cuts it.
 
         A value ends at its closing tag. If a model omits that, it ends with the call, which is less certain: text may
-        contain `</function>`."""
+        contain `</function>`. That tag ends the value only if the call's end or nothing follows it.
+        """
         form, source = self._form, self._source
         text = ""
         while True:
@@ -249,7 +252,7 @@ class _Function:
             if mark == form.call_end:
                 source.back(mark)
                 return True
-            if mark:
+            if mark:  # the function's closing tag, or text of the value
                 spaces = yield from source.run(SPACES)
                 if source.is_over:
                     self._has_ended = True

@@ -20,7 +20,12 @@ def check_administrator(http: Request) -> None:
 
 
 async def administer(edge: Edge, http: Request, call: AdminCall) -> Sequence[AdminOutcome]:
-    """Let every engine do what an administrator asks; outcomes may have errors. Raises ApiError."""
+    """Let every engine do what an administrator asks, and return each one's outcome.
+
+    Outcomes may have errors: engines that refused the call. Raises ApiError if the key may not do this, if no engine is
+    known, and if engines did not answer (`AdminOutcome.fault`) while no other refused; not for `Inspect`, which shows
+    the faults.
+    """
     check_administrator(http)
     outcomes = await edge.engine.administer(call)
     if not outcomes:
