@@ -92,6 +92,8 @@ The rule:
     score_candidates        triggers   nothing
     lora_shrink             triggers   nothing
     lora_expand             triggers   nothing
+    expert_lora_shrink      triggers   nothing
+    expert_lora_expand      triggers   nothing
     one_shot_all_reduce     waits      the norm's weight, addresses   constant
     sum_in_order            triggers   nothing
 

@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -23,6 +23,8 @@ from aerie.workers.device import resolve_dtype
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.lora.adapter_config import DRAFT_FOLDER, draft_folder
 from aerie.workers.lora.adapter_file import AdapterNames, read_layers
+from aerie.workers.lora.expert_file import ExpertNames
+from aerie.workers.lora.experts import adapted_experts, allocate_expert_tables, expert_table_bytes, experts_of
 from aerie.workers.lora.layers import adaptable_layers, allocate_tables, checked_layers, padded_rank, table_bytes
 from aerie.workers.models.config import ModelConfig
 from aerie.workers.models.loading import allocate, allocate_target, fill_target, read_target_config, weight_names
@@ -54,6 +56,7 @@ class WeightBytes:
     head: bytes of that head.
     formats: how the checkpoint stores the target's layers; "" if unquantised.
     adapters: tables of LoRA adapters.
+    expert_adapters: those of them for routed experts.
     """
 
     target: int
@@ -62,6 +65,7 @@ class WeightBytes:
     head: int = 0
     formats: str = ""
     adapters: int = 0
+    expert_adapters: int = 0
 
 
 def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> WeightBytes:
@@ -77,16 +81,18 @@ def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> 
     weights, formats = weight_bytes(model, multiplies_fp8), weight_formats(model)
     draft_bytes = engine.speculation.weight_bytes(ranks, dtype, multiplies_fp8)
     lora = spec.worker.lora
-    adapters, speculation = 0, engine.speculation
+    adapters, of_experts, speculation = 0, 0, engine.speculation
     if lora is not None:
         layers = list(adaptable_layers(model).values())
         if isinstance(speculation, DraftSpeculation) and (draft_spec := adaptable_draft(engine, speculation.draft_tp)):
             layers += draft_spec.layers.values()
-        adapters = table_bytes(layers, lora.max_loras, lora.max_lora_rank)
+        of_experts = expert_table_bytes(adapted_experts(model, lora, f"model {spec.worker.model.path}"), lora)
+        adapters = of_experts + table_bytes(layers, lora.max_loras, lora.max_lora_rank)
+    sizes = WeightBytes(weights, draft_bytes, formats=formats, adapters=adapters, expert_adapters=of_experts)
     if not isinstance(speculation, DraftSpeculation) or (rows := speculation.draft.head_rows) is None:
-        return WeightBytes(weights, draft_bytes, formats=formats, adapters=adapters)
+        return sizes
     head = -(-rows // speculation.draft_tp) * target.hidden_size * dtype.itemsize
-    return WeightBytes(weights, draft_bytes, head_rows=rows, head=head, formats=formats, adapters=adapters)
+    return replace(sizes, head_rows=rows, head=head)
 
 
 def plan_engine(spec: EngineSpec, device: Capability | None = None) -> EnginePlan:
@@ -109,14 +115,16 @@ def check_weights(spec: EngineSpec, engine: EnginePlan) -> None:
 
     Raises ValueError naming file, tensor and both shapes.
     """
-    source, speculation = spec.worker.model, engine.speculation
-    if spec.worker.lora is not None:
+    source, speculation, lora = spec.worker.model, engine.speculation, spec.worker.lora
+    if lora is not None:
         title = f"model {source.path}"
-        layers = checked_layers(allocate_target(engine.target, SOLO, META, 1, (), engine.dtype, title), title)
-        adapted = {"": AdapterNames(layers, weight_names(engine.target, title))}
+        model = allocate_target(engine.target, SOLO, META, 1, (), engine.dtype, title)
+        names = weight_names(engine.target, title)
+        experts = ExpertNames(adapted_experts(model, lora, title) or experts_of(model), names, lora.experts)
+        adapted = {"": AdapterNames(checked_layers(model, title), names, experts)}
         if (draft_spec := adaptable_draft(engine)) is not None:
             adapted[DRAFT_FOLDER] = draft_spec
-        _check_adapters(spec.worker.lora, adapted, engine.dtype)
+        _check_adapters(lora, adapted, engine.dtype)
     if source.load_format == "dummy":
         return
     target = fill_target(source, engine.target, SOLO, META, 1, speculation.captured_layers)
@@ -141,10 +149,11 @@ def _check_adapters(lora: LoraConfig, models: Mapping[str, AdapterNames], dtype:
     rank = padded_rank(lora.max_lora_rank)
     for part, names in models.items():
         tables = {name: allocate_tables(layer.shape, 1, rank, dtype, META) for name, layer in names.layers.items()}
+        expert_tables = allocate_expert_tables(names.experts.layers, 1, rank, META)
         for name, folder in lora.modules.items():
             try:
                 if not part or draft_folder(folder) is not None:
-                    read_layers(Path(folder) / part, names, tables, lora.max_lora_rank)
+                    read_layers(Path(folder) / part, names, tables, expert_tables, lora.max_lora_rank)
             except ValueError as error:
                 raise ValueError(f"lora.modules.{name}: {error}") from None
 

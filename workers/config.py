@@ -275,12 +275,14 @@ class LoraConfig:
     max_loras: adapters that one step may use; each takes device memory for `max_lora_rank`, used or not.
     max_lora_rank: largest rank of any adapter; rounded up to a multiple of 16.
     max_cpu_loras: adapters that may be loaded at a time, in host memory; none: no limit.
+    experts: whether adapters may change routed experts, whose tables are large.
     """
 
     modules: Mapping[str, str] = field(default_factory=dict)
     max_loras: Annotated[int, Setting("--max-loras --max-loras-per-batch", ge=1)] = 4
     max_lora_rank: Annotated[int, Setting("--max-lora-rank", ge=1, le=512)] = 16
     max_cpu_loras: Annotated[int | None, Setting("--max-cpu-loras --max-loaded-loras", ge=1)] = None
+    experts: Annotated[bool, Setting("--lora-experts")] = False
 
     def __post_init__(self) -> None:
         check_settings(self)

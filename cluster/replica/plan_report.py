@@ -233,6 +233,8 @@ def _adapter_lines(layout: EngineLayout, weights: "WeightBytes | None") -> list[
     if lora is None:
         return []
     size = "" if weights is None else f", {weights.adapters / 1e9:.2f} GB of each GPU"
+    if weights is not None and lora.experts:
+        size += f" ({weights.expert_adapters / 1e9:.2f} GB of them for routed experts)"
     return [
         f"adapters    {len(lora.modules)} at the start, tables for {lora.max_loras} of rank up to "
         f"{lora.max_lora_rank}{size}; all others in host memory"

@@ -8,6 +8,7 @@ fused            the interface of the fused experts; fused_triton chooses the ke
 weights          layout of the weights, and tile sizes
 few_rows_triton  up to 16 rows, in two launches (kernels: few_row_products_triton)
 ordered          the same for deterministic engines
+adapted          experts with LoRA adapters
 many_rows_triton more rows, sorted by expert (order_triton; kernels: sorted_rows_triton)
 gate_products_triton  gate and up projections for few_row_products_triton and sorted_rows_triton
 """

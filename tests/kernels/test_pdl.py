@@ -30,6 +30,7 @@ from aerie.kernels.attend.scores import ScoreRule
 from aerie.kernels.attend.split_kv_triton import Items  # noqa: E402
 from aerie.kernels.collectives import all_reduce_triton  # noqa: E402
 from aerie.kernels.drafting import block_head_triton  # noqa: E402
+from aerie.kernels.experts.adapted import product_triton as expert_lora_triton  # noqa: E402
 from aerie.kernels.fp8 import rows_triton as fp8_norm  # noqa: E402
 from aerie.kernels.fp8 import rows_triton as fp8_rows  # noqa: E402
 from aerie.kernels.kv.batches import (  # noqa: E402
@@ -55,6 +56,8 @@ from tests.kernels.attend.test_triton_compile import (  # noqa: E402
     rope_constants,
 )
 from tests.kernels.delta_rule.test_delta_compile import DELTA_FEW_ROWS, DELTA_ROUND, DELTA_STEP, DELTA_WIDE
+from tests.kernels.lora.test_expert_lora_compile import POINTERS as EXPERT_LORA  # noqa: E402
+from tests.kernels.lora.test_expert_lora_compile import constants as expert_lora_constants  # noqa: E402
 from tests.kernels.lora.test_lora_compile import POINTERS as LORA  # noqa: E402
 from tests.kernels.lora.test_lora_compile import constants as lora_constants  # noqa: E402
 from tests.kernels.products.test_kernels_compile import FP8_OUT, LATENT, NORM_FP8, NORMED_LATENTS, head_constants  # noqa: E402
@@ -226,9 +229,12 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
         {"weight_ptr", "inboxes_ptr"},
     ),
 }
+OF_EXPERTS = expert_lora_constants(8, 16, 16, 768, (0, 2048))
 CASES |= {
     "lora_shrink": (lora_triton._lora_shrink, LORA, lora_constants(8, 16, (0, 4096))[0], False, set()),
     "lora_expand": (lora_triton._lora_expand, LORA, lora_constants(8, 16, (0, 4096))[1], False, set()),
+    "expert_lora_shrink": (expert_lora_triton._expert_lora_shrink, EXPERT_LORA, OF_EXPERTS[0], False, set()),
+    "expert_lora_expand": (expert_lora_triton._expert_lora_expand, EXPERT_LORA, OF_EXPERTS[1], False, set()),
     "sum_in_order": (
         all_reduce_triton._sum_in_order,
         {"parts_ptr": "bf16", "out_ptr": "bf16"},

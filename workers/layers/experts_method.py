@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from aerie.kernels.experts.adapted.grouped import CELLS_OF_BLOCK, adapted_experts
+from aerie.kernels.experts.adapted.product import ExpertAdapters
 from aerie.kernels.experts.fused import FusedExperts, build_experts, fused_workspace_size, fuses
 from aerie.kernels.experts.gated import SWIGLU, GatedActivation
 from aerie.kernels.experts.grouped import Biases, check_experts, experts_one_by_one, grouped_experts, local_expert_ids
@@ -110,6 +112,11 @@ class ExpertsShape:
         return (*self.gate_up.parts, *self.down.parts)
 
 
+def no_adapters(format: str) -> str:
+    """Return `ExpertsMethod.adapters_fault` of weights that are stored in `format`."""
+    return f"experts stored as {format} take no adapters; use a checkpoint in bf16, or leave lora.experts out"
+
+
 class ExpertsMethod(WeightMethod):
     """The weights of a layer's experts. `finish` is called once.
 
@@ -162,12 +169,24 @@ class ExpertsMethod(WeightMethod):
         """Return numbers of rows that launch all kernels of `multiply_routed` that `multiply` does not launch."""
         return []
 
+    @property
+    def adapters_fault(self) -> str:
+        """Why these weights have no `multiply_adapted`, with a remedy; "" if they have."""
+        return no_adapters(self.format)
+
+    def multiply_adapted(
+        self, x: Tensor, router: RouterLogits, adapters: ExpertAdapters, out: Tensor | None = None
+    ) -> Tensor:
+        """Return `multiply_routed` of the experts with each row's adapters; unless `adapters_fault`."""
+        raise NotImplementedError(self.adapters_fault)
+
 
 class DenseExperts(ExpertsMethod):
     """Experts whose weights have the dtype of their inputs. Uses fused kernels where they fit, else torch."""
 
     _fused: FusedExperts | None = None
     _dense: tuple[Tensor, Tensor] | None = None  # dequantised weights, from `finish` on
+    _has_tiles = False  # whether products have blocks of rows
     biases: Biases | None = None
 
     def dense_weights(self) -> tuple[Tensor, Tensor]:
@@ -183,6 +202,7 @@ class DenseExperts(ExpertsMethod):
     def finish(self, options: GEMMOptions) -> None:
         if options.workspace is None:
             return
+        self._has_tiles = True
         fits = self._fuses(options)
         if options.deterministic and not fits:
             raise ValueError(
@@ -246,6 +266,22 @@ class DenseExperts(ExpertsMethod):
             result = grouped_experts(x, chosen, weight, gate_up, down, partly, activation, biases)
         else:
             result = experts_one_by_one(x, chosen, weight, gate_up, down, activation, biases)
+        return result if out is None else out.copy_(result)
+
+    @property
+    def adapters_fault(self) -> str:
+        return ""
+
+    def multiply_adapted(
+        self, x: Tensor, router: RouterLogits, adapters: ExpertAdapters, out: Tensor | None = None
+    ) -> Tensor:
+        check_experts(x, router, self.shape.size, self.dtype, None, out)
+        gate_up, down = (matrix[: self.shape.num_experts] for matrix in self.dense_weights())
+        chosen, weight = router.choose()
+        chosen = local_expert_ids(chosen, self.shape.held)
+        block_m = CELLS_OF_BLOCK if self._has_tiles else 1
+        activation, biases = self.shape.activation, self.biases
+        result = adapted_experts(x, chosen, weight, gate_up, down, adapters, block_m, activation, biases)
         return result if out is None else out.copy_(result)
 
 

@@ -2,6 +2,9 @@
 
 adapter_config  adapter_config.json of peft: ranks and scales; refuses what is not served
 adapter_file    the matrices of an adapter's folder, by this rank's layers
+matrices        an adapter's matrices of a module, and of this rank's layers
+expert_file     those of routed experts, in all forms that peft writes
+experts         which routed experts adapters may change, and the `ExpertsMethod` that adds their part
 shared_experts  launches the kernels of routed experts that passes with adapters multiply beside shared ones
 latent          adapters of MLA's up-projection, which is multiplied head by head
 layers          which layers adapters may change, and the `LinearMethod` that adds their part

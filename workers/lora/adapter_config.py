@@ -20,7 +20,6 @@ _REFUSED = {
     "lora_bias": "biases of adapters are not served",
     "modules_to_save": "whole modules in adapters are not served",
     "trainable_token_indices": "trained embeddings of tokens are not served",
-    "target_parameters": "adapters of parameters, such as experts, are not served",
     "layer_replication": "replicated layers are not served",
     "alora_invocation_tokens": "activated LoRA is not served",
     "use_qalora": "QA-LoRA is not served",
@@ -38,7 +37,15 @@ _KNOWN = frozenset(
     (
         *("peft_type", "peft_version", "task_type", "auto_mapping", "base_model_name_or_path", "revision"),
         *("inference_mode", "r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora"),
-        *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "bias", "init_lora_weights"),
+        *(
+            "target_modules",
+            "target_parameters",
+            "exclude_modules",
+            "layers_to_transform",
+            "layers_pattern",
+            "bias",
+            "init_lora_weights",
+        ),
         *("fan_in_fan_out", "enable_lora", "merge_weights", "megatron_config", "megatron_core", "runtime_config"),
         *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "velora_config", "ensure_weight_tying"),
         "qalora_group_size",
@@ -56,6 +63,7 @@ class AdapterConfig:
     rank, alpha: rank and alpha of modules that no pattern names.
     rank_pattern, alpha_pattern: by regular expressions of the ends of module names; the first that matches counts.
     uses_rslora: divide alpha by the square root of the rank (arXiv 2312.03732).
+    peft_version: of peft that saved it, such as (0, 19, 1); () if older than 0.18.
     """
 
     rank: int
@@ -63,6 +71,7 @@ class AdapterConfig:
     rank_pattern: Mapping[str, int] = field(default_factory=dict)
     alpha_pattern: Mapping[str, float] = field(default_factory=dict)
     uses_rslora: bool = False
+    peft_version: tuple[int, ...] = ()
 
     @property
     def max_rank(self) -> int:
@@ -151,7 +160,10 @@ def _checked(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
             re.compile(pattern)
         except re.error as error:
             raise ValueError(f"{path}: pattern {pattern!r} is no regular expression ({error})") from None
-    return AdapterConfig(ranks["r"], alphas["lora_alpha"], rank_pattern, alpha_pattern, bool(raw.get("use_rslora")))
+    found = re.match(r"(\d+)\.(\d+)\.(\d+)", str(raw.get("peft_version", "")))
+    version = () if found is None else tuple(map(int, found.groups()))
+    rslora = bool(raw.get("use_rslora"))
+    return AdapterConfig(ranks["r"], alphas["lora_alpha"], rank_pattern, alpha_pattern, rslora, version)
 
 
 def _pattern(raw: Mapping[str, Any], name: str, path: Path) -> dict[str, Any]:

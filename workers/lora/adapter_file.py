@@ -3,18 +3,20 @@ not fit. Used by `aerie.workers.runner.rank_adapters`."""
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
+from aerie.kernels.experts.adapted.product import ExpertLoraTables
 from aerie.kernels.lora.product import LoraTables
 from aerie.workers.layers.linear import LinearBase
 from aerie.workers.layers.linear_method import Part
 from aerie.workers.layers.weighted import WrongTensorError
 from aerie.workers.lora.adapter_config import MERGE, MODULE_PREFIX, WEIGHTS_FILE, AdapterConfig, read_adapter_config
+from aerie.workers.lora.expert_file import ExpertNames
 from aerie.workers.lora.layers import adaptable_layers
+from aerie.workers.lora.matrices import LayerMatrices, Matrices, check_matrices, check_scaled
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.models.weights import opened
 
@@ -24,36 +26,17 @@ _NAMED_IN_ERRORS = 4  # maximum tensors that an error names
 _UNSERVED = "is of a layer that adapters cannot change here"
 
 
-@dataclass(frozen=True)
-class Matrices:
-    """The whole matrices of one module. down: A [rank, in_features]. up: B [out_features, rank], without the scale."""
-
-    down: Tensor
-    up: Tensor
-    scale: float
-
-
-@dataclass(frozen=True)
-class LayerMatrices:
-    """One layer's matrices on this rank, as `LoraTables` has them at one index, in host memory.
-
-    down: [num_parts * max_rank, in_features].
-    up: [out_features, max_rank], with the scale.
-    """
-
-    down: Tensor
-    up: Tensor
-
-
 class AdapterNames:
     """Finds the layers of the modules that an adapter names.
 
     layers: layers that adapters may change, by path in our model; a draft's paths begin with `DRAFT_PREFIX`.
     names: the checkpoint's names of the model's tensors.
+    experts: routed experts, that adapters may or may not change.
     """
 
-    def __init__(self, layers: Mapping[str, LinearBase], names: NameMap) -> None:
+    def __init__(self, layers: Mapping[str, LinearBase], names: NameMap, experts: ExpertNames | None = None) -> None:
         self.layers = layers
+        self.experts = experts or ExpertNames({}, names, False)
         self._names = names
         self._parts_by_name = {
             names.module_name(path.removeprefix(DRAFT_PREFIX), part.name): (path, part)
@@ -84,11 +67,16 @@ class AdapterNames:
 
 
 def read_layers(
-    folder: str | Path, names: AdapterNames, tables: Mapping[str, LoraTables], max_rank: int
+    folder: str | Path,
+    names: AdapterNames,
+    tables: Mapping[str, LoraTables],
+    expert_tables: Mapping[str, ExpertLoraTables],
+    max_rank: int,
 ) -> dict[str, LayerMatrices]:
     """Read an adapter's folder, and return this rank's matrices by path of layer.
 
     tables: tables of all layers that adapters may change, by path; only their shapes and dtype are read.
+    expert_tables: the same of products of routed experts.
     max_rank: `LoraConfig.max_lora_rank`.
     Raises ValueError, naming tensors and remedy, if the adapter is damaged or does not fit.
     """
@@ -98,7 +86,9 @@ def read_layers(
     layers: dict[str, LayerMatrices] = {}
     for module, matrices in adapter_modules(Path(folder), config, faults):
         try:
-            _check(matrices, config.rank_of(module))
+            if names.experts.write(layers, expert_tables, module, matrices, config):
+                continue
+            check_matrices(matrices, config.rank_of(module))
             for path, part, rows in names.parts(module, matrices.up):
                 if path not in layers:
                     layers[path] = _empty(tables[path])
@@ -150,16 +140,6 @@ def _without_weights(folder: Path) -> str:
     return f"has no {WEIGHTS_FILE}{but}; save it with peft's save_pretrained, in one file"
 
 
-def _check(matrices: Matrices, rank: int) -> None:
-    for side, tensor, of_rank in (("lora_A", matrices.down, 0), ("lora_B", matrices.up, 1)):
-        if tensor.dim() != 2 or tensor.shape[of_rank] != rank:
-            raise WrongTensorError(f"({side}) has shape {tuple(tensor.shape)}, adapter_config.json implies rank {rank}")
-        if not tensor.is_floating_point():
-            raise WrongTensorError(f"({side}) is {tensor.dtype}; it must have a floating type")
-        if not bool(tensor.float().isfinite().all()):
-            raise WrongTensorError(f"({side}) has weights that are NaN or infinite")
-
-
 def _empty(tables: LoraTables) -> LayerMatrices:
     return LayerMatrices(*(torch.zeros(table.shape[1:], dtype=table.dtype) for table in (tables.down, tables.up)))
 
@@ -177,5 +157,4 @@ def _write(
     into.down[first : first + rank] = matrices.down[:, columns.first : columns.end]
     up = into.up[part.offset : part.offset + part.rows.size, :rank]
     up.copy_(rows[part.rows.first : part.rows.end].float() * matrices.scale)
-    if not bool(up.isfinite().all()):
-        raise WrongTensorError(f"(lora_B) times its scale {matrices.scale:g} is beyond {up.dtype}")
+    check_scaled(up, matrices.scale)

@@ -9,13 +9,25 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from aerie.kernels.experts.adapted.product import ExpertLoraTables
 from aerie.kernels.lora.product import VARIANT_ROWS, LoraTables
 from aerie.kernels.to_device import pinned
 from aerie.workers.config import LoraConfig
 from aerie.workers.layers.latent_attention import LatentUpProjection
 from aerie.workers.layers.linear import GateUpParallelLinear, LinearBase
+from aerie.workers.layers.moe import Experts
 from aerie.workers.lora.adapter_config import draft_folder
-from aerie.workers.lora.adapter_file import AdapterNames, LayerMatrices, read_layers
+from aerie.workers.lora.adapter_file import AdapterNames, read_layers
+from aerie.workers.lora.expert_file import ExpertNames
+from aerie.workers.lora.experts import (
+    DOWN,
+    GATE_UP,
+    AdaptedExperts,
+    adapted_experts,
+    allocate_expert_tables,
+    experts_of,
+    launch_adapted_experts,
+)
 from aerie.workers.lora.latent import LatentAdapters, allocate_latent_tables, launch_head_products
 from aerie.workers.lora.layers import (
     AdaptedMethod,
@@ -24,6 +36,7 @@ from aerie.workers.lora.layers import (
     checked_layers,
     padded_rank,
 )
+from aerie.workers.lora.matrices import LayerMatrices
 from aerie.workers.lora.shared_experts import launch_routed_experts
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.runner.commands import CommandHandlers
@@ -54,7 +67,7 @@ class RankAdapters:
         `config.modules` does not fit."""
         layers = checked_layers(model, title)
         self.row_index = AdapterRows(slot_table, is_fixed)
-        self._names = AdapterNames(layers, names)
+        self._names = AdapterNames(layers, names, ExpertNames(experts_of(model), names, config.experts))
         self._draft_names: AdapterNames | None = None
         self._config, self._slot_table = config, slot_table
         self._device, self._model = slot_table.device, model
@@ -63,7 +76,9 @@ class RankAdapters:
         self._reader = ThreadPoolExecutor(1, "adapters")  # one: steps need the other cores
         self._tables: dict[str, LoraTables] = {}
         self._layers: list[LinearBase] = []
+        self._expert_tables: dict[str, ExpertLoraTables] = {}
         self._adapt(layers, self.row_index)
+        self._adapt_experts(adapted_experts(model, config, title))
         for number, (name, folder) in enumerate(config.modules.items()):
             try:
                 self._host[number] = self._read(folder)
@@ -95,6 +110,13 @@ class RankAdapters:
                 self._layers.append(layer)
             self._tables[path] = tables
 
+    def _adapt_experts(self, layers: Mapping[str, Experts]) -> None:
+        rank = padded_rank(self._config.max_lora_rank)
+        self._expert_tables = allocate_expert_tables(layers, self._config.max_loras, rank, self._device)
+        for path, layer in layers.items():
+            gate_up, down = (self._expert_tables[f"{path}.{product}"] for product in (GATE_UP, DOWN))
+            layer.method = AdaptedExperts(layer.method, gate_up, down, self.row_index)
+
     @torch.inference_mode()
     def launch_kernels(self) -> None:
         """Launch all variants of the layers' kernels, with rows that have no adapter. A start calls it, so that no step
@@ -106,6 +128,7 @@ class RankAdapters:
                 layer.method.launch_kernels(num_rows, layer.bias, isinstance(layer, GateUpParallelLinear))
         launch_routed_experts(self._model)
         launch_head_products(self._model)
+        launch_adapted_experts(self._model, self.row_index)
 
     def register(self, handlers: CommandHandlers) -> None:
         """Carry out the commands of adapters."""
@@ -138,7 +161,8 @@ class RankAdapters:
         """Copy adapters into the tables, after the steps launched so far. pairs: (number, index in the tables)."""
         for number, index in pairs:
             layers = self._host[number]
-            for path, tables in self._tables.items():
+            every: dict[str, LoraTables | ExpertLoraTables] = {**self._tables, **self._expert_tables}
+            for path, tables in every.items():
                 matrices = layers.get(path)
                 if matrices is None:
                     tables.up[index].zero_()
@@ -158,9 +182,10 @@ class RankAdapters:
         return self._read_model(draft_path, self._draft_names)
 
     def _read_model(self, folder: str | Path, names: AdapterNames) -> Read:
+        read = read_layers(folder, names, self._tables, self._expert_tables, self._config.max_lora_rank)
         return {
             path: LayerMatrices(pinned(matrices.down, self._device), pinned(matrices.up, self._device))
-            for path, matrices in read_layers(folder, names, self._tables, self._config.max_lora_rank).items()
+            for path, matrices in read.items()
         }
 
 

@@ -6,7 +6,8 @@ import torch
 from aerie.kernels.lora import product_host
 from aerie.kernels.lora.product import add_lora
 from tests.kernels.ops.case import TOLERANCE, Case
-from tests.kernels.ops.lora_cases import CASES, lora_tables
+from tests.kernels.ops.lora_cases import LORA_CASES as CASES
+from tests.kernels.ops.lora_cases import lora_tables
 
 CPU = torch.device("cpu")
 

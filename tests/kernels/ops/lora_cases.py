@@ -1,7 +1,10 @@
-"""`aerie.kernels.lora.product`: one and several parts, padding outputs, rows without an adapter, one row, many rows."""
+"""`aerie.kernels.lora.product`: one and several parts, padding outputs, rows without an adapter, one row, many rows.
+`aerie.kernels.experts.adapted.product`: both products, also experts of other ranks, and shared ones."""
 
 import torch
+from torch import Tensor
 
+from aerie.kernels.experts.adapted.product import ExpertLoraTables, add_expert_lora, blocks_by_expert
 from aerie.kernels.lora.product import LoraTables, add_lora
 from tests.kernels.ops.case import TYPES, Case
 from tests.kernels.ops.norm_cases import rows
@@ -34,7 +37,7 @@ def _case(count: int, places: int, rank: int, inputs: int, parts: tuple[int, ...
     return Case(add_lora, name, arguments, written=(0,))
 
 
-CASES = tuple(
+LORA_CASES = tuple(
     _case(count, places, rank, inputs, parts, dtype)
     for count, places, rank, inputs, parts in (
         (1, 1, 16, 256, (0, 128)),
@@ -44,3 +47,66 @@ CASES = tuple(
     )
     for dtype in TYPES
 )
+
+
+def expert_tables(
+    adapters: int,
+    experts: int,
+    rank: int,
+    inputs: int,
+    parts: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> ExpertLoraTables:
+    """Return random tables; adapter a has rank min(rank, 8 (a + 1)), and no last expert."""
+    count = len(parts) - 1
+    down = rows(adapters * experts, count * rank, inputs, dtype=dtype, device=device, seed=1) * inputs**-0.5
+    up = rows(adapters * experts, parts[-1], rank, dtype=dtype, device=device, seed=2) * rank**-0.5
+    down, up = (each.view(adapters, experts, *each.shape[1:]) for each in (down, up))
+    for adapter in range(adapters):
+        down[adapter].view(experts * count, rank, inputs)[:, 8 * (adapter + 1) :] = 0.0
+        up[adapter, ..., 8 * (adapter + 1) :] = 0.0
+        up[adapter, -1] = 0.0
+    return ExpertLoraTables(down.contiguous(), up.contiguous(), parts)
+
+
+def chosen_experts(count: int, slots: int, experts: int) -> Tensor:
+    """Return [count, slots] experts, some of other ranks (-1), and one shared expert of every row at the end."""
+    generator = torch.Generator().manual_seed(count)
+    chosen = torch.stack([torch.randperm(experts + 1, generator=generator)[: slots - 1] - 1 for _ in range(count)])
+    return torch.cat((chosen, torch.full((count, 1), experts)), 1).int()
+
+
+def _expert_case(
+    second: bool, count: int, block: int, adapters: int, rank: int, inputs: int, outputs: int, dtype: torch.dtype
+) -> Case:
+    experts, slots = 5, 3
+    parts = (0, outputs) if second else (0, outputs // 2, outputs)
+
+    def arguments(device: torch.device) -> tuple[object, ...]:
+        blocks = blocks_by_expert(chosen_experts(count, slots, experts).to(device), experts + 1, block)
+        cells = blocks.pairs.shape[0]
+        generator = torch.Generator().manual_seed(count)
+        index = torch.randint(-1, adapters, (count,), generator=generator, dtype=torch.int32).to(device)
+        y = rows(count * slots if second else cells, outputs, dtype=dtype, device=device, seed=3)
+        x = rows(cells if second else count, inputs, dtype=dtype, device=device, seed=4)
+        weight = rows(count, slots, dtype=torch.float32, device=device, seed=5) if second else None
+        return y, x, expert_tables(adapters, experts, rank, inputs, parts, dtype, device), blocks, index, weight
+
+    name = f"{'down' if second else 'gates'}-{count}-of{block}-rank{rank}-{inputs}x{outputs}-{str(dtype)[6:]}"
+    return Case(add_expert_lora, name, arguments, written=(0,))
+
+
+EXPERT_CASES = tuple(
+    _expert_case(*sizes, dtype)
+    for sizes in (
+        (False, 1, 16, 1, 16, 256, 128),
+        (True, 1, 16, 2, 16, 72, 136),
+        (False, 9, 16, 3, 32, 136, 144),
+        (True, 9, 16, 2, 64, 48, 264),
+        (False, 70, 32, 2, 16, 264, 80),
+        (True, 70, 64, 3, 32, 128, 72),
+    )
+    for dtype in TYPES
+)
+CASES = LORA_CASES + EXPERT_CASES
