@@ -154,10 +154,10 @@ def _prepare(
             tl.store(pending_ptr + column, k_raw)
         for of_group in range(HV // HK):
             h = key_head * (HV // HK) + of_group
-            column = 2 * KEYS + h * DV + e
+            own_v = 2 * KEYS + h * DV + e
             v_raw, v = _convolved(
-                own_at + column, newest_at + column, older_at + column, oldest_at + column,
-                has_newest, has_older, has_oldest, weight_ptr + column, C,
+                own_at + own_v, newest_at + own_v, older_at + own_v, oldest_at + own_v,
+                has_newest, has_older, has_oldest, weight_ptr + own_v, C,
             )  # fmt: skip
             at = row.to(tl.int64) * HV + h
             tl.store(v_ptr + at * DV + e, v)
@@ -167,7 +167,7 @@ def _prepare(
             tl.store(gates_ptr + at * 2, tl.exp(log_decay(a.to(tl.float32), a_log, dt_bias)))
             tl.store(gates_ptr + at * 2 + 1, sigmoid(b.to(tl.float32)))
             if stores:
-                tl.store(pending_ptr + column, v_raw)
+                tl.store(pending_ptr + own_v, v_raw)
                 tl.store(pending_ptr + C + h, b)
                 tl.store(pending_ptr + C + HV + h, a)
 

@@ -204,12 +204,14 @@ def test_chunks_fit_hopper(tmp_path: Path) -> None:
         assert "wgmma.mma_async" in ptx
 
 
+@pytest.mark.parametrize("heads", [HEADS, DeltaHeads(2, 6, 64, 128)], ids=["equal", "keys of other dimensions"])
 @pytest.mark.parametrize("kernel", ["_prepare", "_walk", "_finish"])
-def test_the_recurrence_fits_hopper(kernel: str, tmp_path: Path) -> None:
+def test_the_recurrence_fits_hopper(kernel: str, heads: DeltaHeads, tmp_path: Path) -> None:
     """`_walk`: 16 programs of one warp on a multiprocessor, whose sums over keys stay within the warp."""
     function = getattr(recurrence_triton, kernel)
     pointers = POINTERS | dict.fromkeys(("q_ptr", "k_ptr", "gates_ptr", "o_ptr"), "fp32") | {"v_ptr": "bf16"}
-    sizes = {"HK": 16, "HV": 48, "DK": 128, "DV": 128, "R": HEADS.row_size, "PART": recurrence_triton.PART}
+    sizes = {"HK": heads.key_heads, "HV": heads.value_heads, "DK": heads.key_dim, "DV": heads.value_dim}
+    sizes |= {"R": heads.row_size, "PART": recurrence_triton.PART}
     sizes |= {"ROWS": recurrence_triton.ROWS, "SIGMOID": False}
     constants = {name: value for name, value in sizes.items() if name in function.arg_names}
     spills, shared, _ = compiled(function, tmp_path, pointers, constants, 4 if kernel == "_finish" else 1, 1)
