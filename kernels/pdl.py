@@ -94,6 +94,7 @@ The rule:
     lora_expand             triggers   nothing
     expert_lora_shrink      triggers   nothing
     expert_lora_expand      triggers   nothing
+    lora_columns            triggers   nothing
     one_shot_all_reduce     waits      the norm's weight, addresses   constant
     sum_in_order            triggers   nothing
 

@@ -23,6 +23,7 @@ from aerie.workers.device import resolve_dtype
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.lora.adapter_config import DRAFT_FOLDER, draft_folder
 from aerie.workers.lora.adapter_file import AdapterNames, read_layers
+from aerie.workers.lora.base_copies import BaseCheckpoint
 from aerie.workers.lora.expert_file import ExpertNames
 from aerie.workers.lora.experts import adapted_experts, allocate_expert_tables, expert_table_bytes, experts_of
 from aerie.workers.lora.layers import adaptable_layers, allocate_tables, checked_layers, padded_rank, table_bytes
@@ -119,9 +120,9 @@ def check_weights(spec: EngineSpec, engine: EnginePlan) -> None:
     if lora is not None:
         title = f"model {source.path}"
         model = allocate_target(engine.target, SOLO, META, 1, (), engine.dtype, title)
-        names = weight_names(engine.target, title)
-        experts = ExpertNames(adapted_experts(model, lora, title) or experts_of(model), names, lora.experts)
-        adapted = {"": AdapterNames(checked_layers(model, title), names, experts)}
+        base = BaseCheckpoint.of(source, weight_names(engine.target, title))
+        experts = ExpertNames(adapted_experts(model, lora, title) or experts_of(model), base.names, lora.experts)
+        adapted = {"": AdapterNames(checked_layers(model, title), base.names, experts, base)}
         if (draft_spec := adaptable_draft(engine)) is not None:
             adapted[DRAFT_FOLDER] = draft_spec
         _check_adapters(lora, adapted, engine.dtype)

@@ -96,14 +96,14 @@ class SpeculativeDecoding(CuttableStrategy):
     def choose(self, batch: StepBatch, passed: TargetPass) -> StepTensors:
         """Verify trees, sample first tokens, commit, and draft the next trees, after the target's pass."""
         shape, chunks = self._shapes[batch.shape], batch.chunks
-        logits = self._target.model.lm_head(passed.hidden)
+        logits = self._target.logits(passed.hidden, batch.head_slots(shape.width))
         rounds = self._verify(batch, shape, passed, logits) if batch.num_requests else None
         finals = self._first_tokens(batch, chunks, logits) if chunks is not None and chunks.num_finals else None
         hidden = self._extend(batch, rounds, finals, passed)
         num_correct = None if self._suffix is None else self._recorded(self._suffix, batch, rounds, finals)
         matches = self._draft_next(batch, hidden, rounds, finals)
         drafts = self._trees.drafted(batch.entry_slots) if batch.needs.masked else None
-        ranking = ranking_of(self._target.model.lm_head, batch, passed.prompt_hidden)
+        ranking = ranking_of(self._target, batch, passed.prompt_hidden)
         copied = None
         if num_correct is not None and matches is not None:
             copied = torch.stack((num_correct, matches, self._num_copied(shape, rounds, num_correct)), dim=1)

@@ -7,7 +7,7 @@ the sampled one. A request therefore gets the same tokens with and without specu
 preemption. GPUs and CPUs may differ in near ties, because their logarithms differ in the last bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +19,7 @@ from aerie.kernels.sampling.filters import find_limits
 from aerie.kernels.sampling.penalties import apply_masks, apply_penalties
 from aerie.kernels.vocabulary.topk_log_softmax import largest
 from aerie.workers.distributed.tp_group import TPGroup
-from aerie.workers.layers.vocab import LMHead, VocabShard
+from aerie.workers.layers.vocab import VocabShard
 from aerie.workers.slots import SlotFacts, SlotTable
 from aerie.workers.structured_output.mask_table import MaskTable
 
@@ -215,18 +215,34 @@ class PromptRanking:
     top: Tensor
 
 
-def rank_prompt(head: LMHead, hidden: Tensor, tokens: Tensor, num_top: int) -> PromptRanking:
+def rank_prompt(
+    logits: Callable[[Tensor, Tensor | None], Tensor],
+    shard: VocabShard,
+    hidden: Tensor,
+    tokens: Tensor,
+    num_top: int,
+    slots: Tensor | None = None,
+) -> PromptRanking:
     """Rank tokens [n] int64, n >= 1, by the logits of hidden [n, H], the preceding rows. The result is equal on all
-    ranks."""
-    rows = max(1, BLOCK_BYTES // (4 * head.shard.vocab_size))
-    pairs = zip(torch.split(hidden, rows), torch.split(tokens, rows), strict=True)
-    blocks = [_rank(head, *pair, num_top) for pair in pairs]
+    ranks.
+
+    logits, slots: `aerie.workers.runner.model_runner.TargetRunner.logits`, and its argument for all rows.
+    """
+    rows, blocks = ranked_rows(shard), []
+    for first in range(0, len(tokens), rows):
+        own = slice(first, first + rows)
+        part = logits(hidden[own], None if slots is None else slots[own])
+        blocks.append(_rank(shard.gather_logits(part), tokens[own], num_top))
     logprobs, ranks, top_ids, top = (torch.cat(parts) for parts in zip(*blocks, strict=True))
     return PromptRanking(logprobs, ranks, top_ids, top)
 
 
-def _rank(head: LMHead, hidden: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    logits = head.shard.gather_logits(head(hidden))
+def ranked_rows(shard: VocabShard) -> int:
+    """Return the maximum rows whose logits `rank_prompt` computes at a time."""
+    return max(1, BLOCK_BYTES // (4 * shard.vocab_size))
+
+
+def _rank(logits: Tensor, tokens: Tensor, num_top: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ranked = logprobs_of(logits.unsqueeze(0), tokens.unsqueeze(0), num_top)
     chosen = logits.gather(1, tokens.unsqueeze(1))
     ranks = (logits > chosen).sum(1, dtype=torch.int32) + 1

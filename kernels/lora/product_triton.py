@@ -197,7 +197,7 @@ def _lanes(tables: LoraTables, rows: int, block_m: int, programs: int) -> int:
 def shrink(x: Tensor, tables: LoraTables, lora_indices: Tensor) -> Tensor:
     """Return partial sums of each row's A x: [splits, rows, num_parts * max_rank] float32; rows without an adapter are
     uninitialised."""
-    (rows, inputs), inner, tiles = x.shape, tables.down.shape[1], _tiles(x, tables)
+    (rows, inputs), inner, tiles = x.shape, tables.down.shape[1], _tiles(x.shape[0], tables)
     part = torch.empty((tiles.splits, rows, inner), dtype=torch.float32, device=x.device)
     blocks, chunks = triton.cdiv(rows, tiles.block_m), inner // tiles.block_r
     lanes = _lanes(tables, rows, tiles.block_m, blocks * chunks * tiles.splits)
@@ -223,9 +223,9 @@ def shrink(x: Tensor, tables: LoraTables, lora_indices: Tensor) -> Tensor:
     return part
 
 
-def expand(y: Tensor, x: Tensor, part: Tensor, tables: LoraTables, lora_indices: Tensor) -> Tensor:
+def expand(y: Tensor, part: Tensor, tables: LoraTables, lora_indices: Tensor) -> Tensor:
     """Add B of the sums of `shrink`'s parts to y; return y."""
-    (rows, outputs), tiles = y.shape, _tiles(x, tables)
+    (rows, outputs), tiles = y.shape, _tiles(y.shape[0], tables)
     blocks, columns = triton.cdiv(rows, tiles.block_m), triton.cdiv(outputs, tiles.block_n)
     lanes = _lanes(tables, rows, tiles.block_m, blocks * columns)
     _lora_expand[(columns, blocks * lanes)](
@@ -239,25 +239,25 @@ def expand(y: Tensor, x: Tensor, part: Tensor, tables: LoraTables, lora_indices:
         N=outputs,
         RANK=tables.max_rank,
         PARTS=tuple(tables.parts),
-        SPLITS=tiles.splits,
+        SPLITS=part.shape[0],
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
         BLOCK_R=tiles.block_r,
         UPCAST=INTERPRETED,
         num_warps=tiles.warps,
         num_stages=EXPAND_STAGES,
-        **pdl_wait(x.device),
+        **pdl_wait(y.device),
     )
     return y
 
 
-def _tiles(x: Tensor, tables: LoraTables) -> LoraTiles:
+def _tiles(rows: int, tables: LoraTables) -> LoraTiles:
     _, outputs, rank = tables.up.shape
-    return lora_tiles(x.shape[0], x.shape[1], outputs, len(tables.parts) - 1, rank, tables.fixed)
+    return lora_tiles(rows, tables.down.shape[2], outputs, len(tables.parts) - 1, rank, tables.fixed)
 
 
 def add_lora(y: Tensor, x: Tensor, tables: LoraTables, lora_indices: Tensor) -> Tensor:
     """Implement `aerie.kernels.lora.product.add_lora`."""
     if not x.shape[0]:
         return y
-    return expand(y, x, shrink(x, tables, lora_indices), tables, lora_indices)
+    return expand(y, shrink(x, tables, lora_indices), tables, lora_indices)

@@ -95,12 +95,13 @@ def gathered_rows(head: LMHead, ids: Tensor, source: str) -> Tensor:
     source: the draft, for errors.
     Raises ValueError if the ranks' ids differ (their nodes have different files), and for a quantised head.
     """
-    if not isinstance(head.method, DenseLinearMethod):
+    method = head.method.base
+    if not isinstance(method, DenseLinearMethod):
         raise ValueError(
             f"{source}: the target's vocabulary head is quantised, so its rows cannot be selected; set "
             "speculative.draft_vocab_size: 0"
         )
-    shard, weight = head.shard, head.method.dense_weight()
+    shard, weight = head.shard, method.dense_weight()
     if shard.group.size > 1:
         _check_equal(head, ids, source)
     blocks = []

@@ -6,7 +6,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,8 +19,9 @@ from aerie.speculative.training import TrainingError
 from aerie.speculative.training.draft import DraftKind, DraftVocabulary, TrainedDraft, make_readable
 from aerie.speculative.training.eagle3 import load_draft
 from aerie.speculative.training.samples import Sample
-from aerie.workers.lora.adapter_config import CONFIG_FILE, MODULE_PREFIX, WEIGHTS_FILE, read_adapter_config
+from aerie.workers.lora.adapter_config import CONFIG_FILE, MERGE, MODULE_PREFIX, WEIGHTS_FILE, read_adapter_config
 from aerie.workers.lora.adapter_file import adapter_modules
+from aerie.workers.lora.base_copies import is_copy
 
 ALPHA = 2  # `lora_alpha` / rank of a head's adapter: the factor of B A x
 
@@ -26,16 +29,31 @@ ALPHA = 2  # `lora_alpha` / rank of a head's adapter: the factor of B A x
 def merge_adapter(target: PreTrainedModel, folder: Path) -> None:
     """Add an adapter to the target's weights, in place. Raises TrainingError for an adapter that cannot be served, or
     does not fit."""
-    faults = list[str]()
+    faults, vocabulary = list[str](), (target.get_input_embeddings(), target.get_output_embeddings())
     try:
-        for name, matrices in adapter_modules(folder, read_adapter_config(folder), faults):
-            weight = target.get_submodule(name).weight.data
+        for name, matrices in adapter_modules(
+            folder, read_adapter_config(folder), faults, partial(_copy_fault, target)
+        ):
+            module = target.get_submodule(name)
+            weight: Tensor = module.weight.data
             change = (matrices.up.float() @ matrices.down.float()) * matrices.scale
+            if isinstance(module, nn.Embedding):
+                change = change.T
+            if module in vocabulary and target.config.tie_word_embeddings:  # it changes one of the two
+                module.weight = nn.Parameter(weight.clone(), requires_grad=False)
+                weight = module.weight.data
             weight += change.to(weight)
     except (AttributeError, RuntimeError, ValueError) as error:
         raise TrainingError(f"adapter={folder}: does not fit the target: {error}") from None
     if faults:
         raise TrainingError(f"adapter={folder}: {faults[0]}")
+
+
+def _copy_fault(target: PreTrainedModel, module: str, copy: Any) -> str:
+    """Return the fault of an adapter's whole weight of a module; "" if it repeats the target's."""
+    weight: Tensor = target.get_submodule(module).weight.data
+    same = tuple(copy.get_shape()) == weight.shape and is_copy(copy[:].to(weight.device), weight)
+    return "" if same else f"differs from the target's weight; {MERGE}"
 
 
 class LoraLinear(nn.Module):

@@ -41,6 +41,7 @@ from aerie.kernels.kv.batches import (  # noqa: E402
 )
 from aerie.kernels.latent import head_products_triton as head_products  # noqa: E402
 from aerie.kernels.latent import latents_triton as latent  # noqa: E402
+from aerie.kernels.lora import embedding_triton as lora_embedding_triton  # noqa: E402
 from aerie.kernels.lora import product_triton as lora_triton  # noqa: E402
 from aerie.kernels.norm import norm_triton
 from aerie.kernels.packed import product_triton, stream_triton
@@ -58,7 +59,9 @@ from tests.kernels.attend.test_triton_compile import (  # noqa: E402
 from tests.kernels.delta_rule.test_delta_compile import DELTA_FEW_ROWS, DELTA_ROUND, DELTA_STEP, DELTA_WIDE
 from tests.kernels.lora.test_expert_lora_compile import POINTERS as EXPERT_LORA  # noqa: E402
 from tests.kernels.lora.test_expert_lora_compile import constants as expert_lora_constants  # noqa: E402
+from tests.kernels.lora.test_lora_compile import COLUMNS as LORA_COLUMNS  # noqa: E402
 from tests.kernels.lora.test_lora_compile import POINTERS as LORA  # noqa: E402
+from tests.kernels.lora.test_lora_compile import column_constants as lora_column_constants  # noqa: E402
 from tests.kernels.lora.test_lora_compile import constants as lora_constants  # noqa: E402
 from tests.kernels.products.test_kernels_compile import FP8_OUT, LATENT, NORM_FP8, NORMED_LATENTS, head_constants  # noqa: E402
 from tests.kernels.products.test_packed_compile import PACKED_STREAM  # noqa: E402
@@ -235,6 +238,7 @@ CASES |= {
     "lora_expand": (lora_triton._lora_expand, LORA, lora_constants(8, 16, (0, 4096))[1], False, set()),
     "expert_lora_shrink": (expert_lora_triton._expert_lora_shrink, EXPERT_LORA, OF_EXPERTS[0], False, set()),
     "expert_lora_expand": (expert_lora_triton._expert_lora_expand, EXPERT_LORA, OF_EXPERTS[1], False, set()),
+    "lora_columns": (lora_embedding_triton._lora_columns, LORA_COLUMNS, lora_column_constants(16), False, set()),
     "sum_in_order": (
         all_reduce_triton._sum_in_order,
         {"parts_ptr": "bf16", "out_ptr": "bf16"},

@@ -1,6 +1,7 @@
 """The inputs that all layers of one forward pass share. Created per pass."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
@@ -228,6 +229,17 @@ class RowIndex:
     def enter(self, context: ForwardContext, adapted: bool) -> None:
         """Begin a pass. adapted: whether any of its rows has an adapter; for subclasses that use adapters."""
         self.context = context
+
+    def leave(self) -> None:
+        """End a pass. Layers that the model shares with others may then run outside of it."""
+
+    @contextmanager
+    def rows_of(self, slots: Tensor) -> Iterator[None]:
+        """Within the context, the vocabulary head has a row for each slot.
+
+        slots: [n] int64 slots of the rows' requests, of which one has an adapter.
+        """
+        yield
 
     def of(self, num_rows: int) -> Tensor:
         """Return [num_rows] int32: the slots of a layer's rows. num_rows: all rows of the pass, or those that

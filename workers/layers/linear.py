@@ -40,6 +40,11 @@ class LinearBase(WeightedModule):
         self.bias = nn.Parameter(torch.empty(self.out_features), requires_grad=False) if bias else None
 
     @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of inputs and results."""
+        return self.method.dtype
+
+    @property
     def is_sharded(self) -> bool:
         return any(not (part.rows.is_whole and part.columns.is_whole) for part in self.shape.parts)
 

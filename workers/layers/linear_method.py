@@ -97,6 +97,11 @@ class LinearMethod(WeightMethod):
         """Whether the layer's products run alone in this pass, since adapters may change them."""
         return False
 
+    @property
+    def base(self) -> "LinearMethod":
+        """The method that has the weight, if this one adds to its products; else itself."""
+        return self
+
     @abstractmethod
     def load(self, kind: str, part: Part, full: Tensor) -> None:
         """Copy this rank's share of `full`, the checkpoint's whole tensor of `kind` and `part`. Raises WrongTensorError
@@ -192,6 +197,15 @@ class DenseLinearMethod(LinearMethod):
         assert isinstance(x, Tensor), "fp8_inputs is None"
         return self._gemm.multiply_gated(x)
 
+    def multiply_adapted(
+        self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None, adapters: RowAdapters, gated: bool
+    ) -> Tensor | None:
+        if self._gemm is None:  # a format with kernels of its own
+            return None
+        self.check(x, bias, out)
+        assert isinstance(x, Tensor), "fp8_inputs is None"
+        return self._gemm.multiply_adapted(x, bias, out, adapters, gated)
+
     @property
     def host_weight(self) -> HostWeight | None:
         return self._gemm.stored if isinstance(self._gemm, HostGEMM) else None
@@ -257,14 +271,6 @@ class UnquantizedLinearMethod(DenseLinearMethod):
     def reloaded(self) -> None:
         if self._gemm is None and self._options is not None:
             self.finish(self._options)
-
-    def multiply_adapted(
-        self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None, adapters: RowAdapters, gated: bool
-    ) -> Tensor | None:
-        assert self._gemm is not None, "call finish first"
-        self.check(x, bias, out)
-        assert isinstance(x, Tensor), "fp8_inputs is None"
-        return self._gemm.multiply_adapted(x, bias, out, adapters, gated)
 
     def multiply_last(self, x: Tensor | Fp8Rows, bias: Tensor | None, count: int) -> Tensor:
         assert self._options is not None, "call finish first"

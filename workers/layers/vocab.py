@@ -4,6 +4,8 @@ Shards have equal sizes. The last ones are padded if necessary, and the logits o
 may be all padding; its reductions are then minus infinity, never NaN.
 """
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -100,17 +102,37 @@ class VocabShard:
         return logits
 
 
+class EmbeddingAdapters(Protocol):
+    """Adapters of an embedding, chosen by row."""
+
+    def add(self, rows: Tensor, ids: Tensor) -> Tensor:
+        """Return the rows [n, hidden] with their adapters' part; may change them in place.
+
+        ids: [n] int64, counted from the shard's first; outside of [0, size): of another rank, and nothing is added.
+        """
+
+
 class VocabEmbedding(WeightedModule):
     """An embedding table [vocab, hidden], sharded by vocabulary. Each rank looks up its ids; the results are summed.
 
     weight: [rows of the shard, hidden]; without rows while a tied head's GEMM has the table.
+    shape: the transposed table without padding, whose product with a one-hot vector is a row.
+    adapters: None in engines without adapters.
     """
+
+    adapters: EmbeddingAdapters | None = None
 
     def __init__(self, vocab_size: int, hidden_size: int, group: TPGroup) -> None:
         super().__init__()
         self.shard = VocabShard(vocab_size, group)
+        ids = Span(self.shard.first, self.shard.end, vocab_size)
+        self.shape = LinearShape.stacked([("", Span.whole(hidden_size))], ids)
         self.weight = nn.Parameter(torch.empty(self.shard.size, hidden_size), requires_grad=False)
         self._table: TorchGEMM | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
 
     @property
     def is_sharded(self) -> bool:
@@ -136,10 +158,13 @@ class VocabEmbedding(WeightedModule):
         """Return [rows, hidden] for token ids [rows] int64."""
         shard = self.shard
         if shard.group.size == 1:
-            return self._rows(ids)
+            rows = self._rows(ids)
+            return rows if self.adapters is None else self.adapters.add(rows, ids)
         local = ids - shard.first
         mine = (local >= 0) & (local < shard.size)
         rows = self._rows(torch.where(mine, local, 0)) * mine.unsqueeze(-1)
+        if self.adapters is not None:
+            rows = self.adapters.add(rows, local)
         return shard.group.all_reduce(rows)
 
     def weight_keys(self) -> tuple[WeightKey, ...]:

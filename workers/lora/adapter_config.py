@@ -18,7 +18,8 @@ MERGE = "merge it into its base (peft's merge_and_unload), and serve that"
 _REFUSED = {
     "use_dora": "DoRA is not served",
     "lora_bias": "biases of adapters are not served",
-    "modules_to_save": "whole modules in adapters are not served",
+    "modules_to_save": "whole modules in adapters are not served, but matrices of lm_head and embed_tokens are "
+    "(target_modules in training)",
     "trainable_token_indices": "trained embeddings of tokens are not served",
     "layer_replication": "replicated layers are not served",
     "alora_invocation_tokens": "activated LoRA is not served",

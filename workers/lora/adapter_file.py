@@ -2,8 +2,9 @@
 not fit. Used by `aerie.workers.runner.rank_adapters`."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,16 +13,20 @@ from aerie.kernels.experts.adapted.product import ExpertLoraTables
 from aerie.kernels.lora.product import LoraTables
 from aerie.workers.layers.linear import LinearBase
 from aerie.workers.layers.linear_method import Part
+from aerie.workers.layers.vocab import VocabEmbedding
 from aerie.workers.layers.weighted import WrongTensorError
 from aerie.workers.lora.adapter_config import MERGE, MODULE_PREFIX, WEIGHTS_FILE, AdapterConfig, read_adapter_config
+from aerie.workers.lora.base_copies import BaseCheckpoint
 from aerie.workers.lora.expert_file import ExpertNames
-from aerie.workers.lora.layers import adaptable_layers
+from aerie.workers.lora.layers import EMBEDDING, HEAD, adaptable_layers
 from aerie.workers.lora.matrices import LayerMatrices, Matrices, check_matrices, check_scaled
 from aerie.workers.models.name_map import NameMap
 from aerie.workers.models.weights import opened
 
 DRAFT_PREFIX = "draft."  # of the paths of a draft's layers beside the target's
-_MATRIX = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.[^.]+)?\.weight")
+_MATRIX = re.compile(r"(?P<module>.+)\.lora_((?P<side>[AB])(?:\.[^.]+)?\.weight|embedding_(?P<of>[AB])(?:\.[^.]+)?)")
+_WHOLE = re.compile(r"(?P<module>.+?)(?:\.base_layer)?\.weight")
+_OTHER_NAMES = {"model.unembed_tokens": HEAD, "unembed_tokens": HEAD}  # of the head, in adapters of Tinker
 _NAMED_IN_ERRORS = 4  # maximum tensors that an error names
 _UNSERVED = "is of a layer that adapters cannot change here"
 
@@ -32,12 +37,20 @@ class AdapterNames:
     layers: layers that adapters may change, by path in our model; a draft's paths begin with `DRAFT_PREFIX`.
     names: the checkpoint's names of the model's tensors.
     experts: routed experts, that adapters may or may not change.
+    base: the model's checkpoint; None for a draft.
     """
 
-    def __init__(self, layers: Mapping[str, LinearBase], names: NameMap, experts: ExpertNames | None = None) -> None:
+    def __init__(
+        self,
+        layers: Mapping[str, LinearBase | VocabEmbedding],
+        names: NameMap,
+        experts: ExpertNames | None = None,
+        base: BaseCheckpoint | None = None,
+    ) -> None:
         self.layers = layers
         self.experts = experts or ExpertNames({}, names, False)
         self._names = names
+        self._base = base
         self._parts_by_name = {
             names.module_name(path.removeprefix(DRAFT_PREFIX), part.name): (path, part)
             for path, layer in layers.items()
@@ -54,10 +67,25 @@ class AdapterNames:
         """The last components of the names of modules that adapters may change, for errors."""
         return ", ".join(sorted({name.rpartition(".")[2] for name in self._parts_by_name}))
 
+    def _canonical(self, module: str) -> str:
+        name = self._names.canonical_module(module)
+        return _OTHER_NAMES.get(name, name)
+
+    def copy_fault(self, module: str, copy: Any) -> str:
+        """Return why an adapter cannot have this whole weight of a module; "" if it repeats the base's. copy:
+        `get_slice` of safetensors."""
+        name = self._canonical(module)
+        path, part = self._parts_by_name.get(name, ("", None))
+        if part is None or self._base is None or path not in (EMBEDDING, HEAD):
+            return f"is not a matrix of an adapter; {MERGE}"
+        if path == EMBEDDING:
+            return self._base.copy_fault([name], copy, part.columns, part.rows.total)
+        return self._base.copy_fault([name, self._names.module_name(EMBEDDING)], copy, part.rows, part.columns.total)
+
     def parts(self, module: str, up: Tensor) -> list[tuple[str, Part, Tensor]]:
         """Return for each part of a module its layer's path, the part, and its rows of the module's B; several if the
         checkpoint stacks matrices. Raises WrongTensorError."""
-        name = self._names.canonical_module(module)
+        name = self._canonical(module)
         if name in self._parts_by_name:
             return [(*self._parts_by_name[name], up)]
         pieces = [(piece.removesuffix(".weight"), rows) for piece, rows in self._names.pieces(f"{module}.weight", up)]
@@ -84,7 +112,7 @@ def read_layers(
     if config.max_rank > max_rank:
         raise ValueError(f"adapter {folder}: has rank {config.max_rank}, above max_lora_rank={max_rank}; raise that")
     layers: dict[str, LayerMatrices] = {}
-    for module, matrices in adapter_modules(Path(folder), config, faults):
+    for module, matrices in adapter_modules(Path(folder), config, faults, names.copy_fault):
         try:
             if names.experts.write(layers, expert_tables, module, matrices, config):
                 continue
@@ -105,9 +133,14 @@ def read_layers(
     return layers
 
 
-def adapter_modules(folder: Path, config: AdapterConfig, faults: list[str]) -> Iterator[tuple[str, Matrices]]:
+def adapter_modules(
+    folder: Path, config: AdapterConfig, faults: list[str], copy_fault: Callable[[str, Any], str]
+) -> Iterator[tuple[str, Matrices]]:
     """Yield the modules of an adapter's file. Adds a text to `faults` for each tensor that is no matrix of an adapter,
-    or lacks its other matrix."""
+    or lacks its other matrix.
+
+    copy_fault: returns the fault of a module's whole weight: see `AdapterNames.copy_fault`.
+    """
     path = folder / WEIGHTS_FILE
     if not path.exists():
         raise ValueError(f"adapter {folder}: {_without_weights(folder)}")
@@ -115,12 +148,13 @@ def adapter_modules(folder: Path, config: AdapterConfig, faults: list[str]) -> I
         tensors: dict[str, dict[str, str]] = {}
         for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
             if match := _MATRIX.fullmatch(name):
-                sides = tensors.setdefault(match["module"], {})
-                if match["side"] in sides:
-                    faults.append(f"{name} is a second lora_{match['side']} of its module; save one adapter to a file")
-                sides[match["side"]] = name
-            elif ".lora_embedding_" in name:
-                faults.append(f"{name} adapts an embedding, which is not served; {MERGE}")
+                sides, side = tensors.setdefault(match["module"], {}), match["side"] or match["of"]
+                if side in sides:
+                    faults.append(f"{name} is a second lora_{side} of its module; save one adapter to a file")
+                sides[side] = name
+            elif match := _WHOLE.fullmatch(name):
+                if fault := copy_fault(match["module"].removeprefix(MODULE_PREFIX), file.get_slice(name)):
+                    faults.append(f"{name} {fault}")
             else:
                 faults.append(f"{name} is not a matrix of an adapter; {MERGE}")
         for module, sides in tensors.items():
@@ -145,7 +179,12 @@ def _empty(tables: LoraTables) -> LayerMatrices:
 
 
 def _write(
-    into: LayerMatrices, tables: LoraTables, layer: LinearBase, part: Part, matrices: Matrices, rows: Tensor
+    into: LayerMatrices,
+    tables: LoraTables,
+    layer: LinearBase | VocabEmbedding,
+    part: Part,
+    matrices: Matrices,
+    rows: Tensor,
 ) -> None:
     """Copy this rank's share of one part. rows: the part's rows of B. Raises WrongTensorError."""
     rank, columns = matrices.down.shape[0], part.columns

@@ -23,7 +23,10 @@ from aerie.workers.layers.latent_attention import LatentAttention
 from aerie.workers.layers.linear import LinearBase, ReplicatedLinear
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part
 from aerie.workers.layers.moe import GatedMLP, MixtureOfExperts
+from aerie.workers.layers.vocab import VocabEmbedding
+from aerie.workers.models.decoder import Decoder
 
+EMBEDDING, HEAD = "embed_tokens", "lm_head"  # paths of a target's layers of the vocabulary
 MAX_PRODUCTS = 2048  # of a pass that add their adapters in one launch; 100 layers have 400
 
 
@@ -31,16 +34,24 @@ class AdapterRows(RowIndex):
     """The adapter of each row of a pass.
 
     of_slot: [slots + 1] int64 index in the tables of each slot's adapter; -1: none.
+    max_loras: number of adapters in the tables of embedding and vocabulary head; None: these have none, such as a
+        draft's, which may be the target's.
     is_active: whether the pass has adapters.
     is_fixed: whether sums have one order for any rows, as in deterministic engines.
     """
 
-    def __init__(self, of_slot: Tensor, is_fixed: bool = False) -> None:
+    def __init__(self, of_slot: Tensor, is_fixed: bool = False, max_loras: int | None = None) -> None:
         super().__init__()
         self.is_active, self.is_fixed = False, is_fixed
         self._of_slot = of_slot
         self._token_indices: Tensor | None = None
         self._others: dict[int | None, Tensor] = {}
+        # by path, [max_loras + 1] int32: an index if its adapter changes the layer, else -1; the last is that of -1
+        self._changed: dict[str, Tensor] = {}
+        if max_loras is not None:
+            none = torch.full((max_loras + 1,), -1, dtype=torch.int32, device=of_slot.device)
+            self._changed = {path: none.clone() for path in (EMBEDDING, HEAD)}
+        self._embedded: Tensor | None = None  # of this pass, of rows of the embedding
         self._indices: dict[int, Tensor] = {}  # of this pass, by the number of rows; all layers share them
         self._counters = torch.zeros(MAX_PRODUCTS, ALIGNED_BYTES // 4, dtype=torch.int32, device=of_slot.device)
         self._num_used = 0  # counters of this pass
@@ -61,10 +72,36 @@ class AdapterRows(RowIndex):
             slots, chunks = context.expanded.batch.slots, context.expanded.token_chunks
             assert slots is not None, "captured without a `RowIndex`"
             self._token_indices = self._of_slot[slots.long()[chunks]].int()
-        attending = (context.last or context).attending_rows(context.row_slots)
-        for num_rows in {context.row_slots.shape[0], attending.shape[0]}:
-            self._indices[num_rows] = self._of_slot[self.of(num_rows).long()].int()
+        attending, num_all = (context.last or context).attending_rows(context.row_slots), context.row_slots.shape[0]
+        for num_rows in {num_all, attending.shape[0]}:
+            indices = self._of_slot[self.of(num_rows).long()]
+            self._indices[num_rows] = indices.int()
+            if num_rows == num_all and EMBEDDING in self._changed:
+                self._embedded = self._changed[EMBEDDING][indices]
         self._reset_counters()
+
+    def leave(self) -> None:
+        self.is_active = False
+
+    @contextlib.contextmanager
+    def rows_of(self, slots: Tensor) -> Iterator[None]:
+        """See `RowIndex.rows_of`."""
+        self._indices = {slots.shape[0]: self._changed[HEAD][self._of_slot[slots]]}
+        self._reset_counters()
+        self.is_active = True
+        try:
+            yield
+        finally:
+            self.is_active = False
+
+    def place(self, path: str, index: int, changes: bool) -> None:
+        """Note whether the adapter that is now at an index of the tables changes the embedding or the head, so that
+        rows of the others skip its part.
+
+        path: of the layer; others are left alone.
+        """
+        if path in self._changed:
+            self._changed[path][index] = index if changes else -1
 
     def _reset_counters(self) -> None:
         """The last launch before a pass: the fence after its indices are written, which products read before their wait
@@ -75,7 +112,8 @@ class AdapterRows(RowIndex):
     @contextlib.contextmanager
     def without_adapters(self, num_rows: int) -> Iterator[None]:
         """Within the context, products have `num_rows` rows without an adapter, and run as in a pass with adapters."""
-        self._indices = {num_rows: torch.full((num_rows,), -1, dtype=torch.int32, device=self._of_slot.device)}
+        self._embedded = torch.full((num_rows,), -1, dtype=torch.int32, device=self._of_slot.device)
+        self._indices = {num_rows: self._embedded}
         self._others = {}
         self._reset_counters()
         self.is_active = True
@@ -108,12 +146,18 @@ class AdapterRows(RowIndex):
             self._others[num_rows] = indices[:, None] != owners
         return self._others[num_rows]
 
+    def embedded_indices(self) -> Tensor:
+        """Return the indices of all rows of the pass as `lora_indices`, -1 also for adapters without matrices of the
+        embedding."""
+        assert self._embedded is not None, "the rows are of a target"
+        return self._embedded
 
-def adaptable_layers(model: nn.Module) -> dict[str, LinearBase]:
+
+def adaptable_layers(model: nn.Module) -> dict[str, LinearBase | VocabEmbedding]:
     """Return the layers of a target or draft that adapters may change, by path: the projections of attention, recurrent
-    layers, gated MLPs and shared experts, and a draft's `fc`. Others have kernels that skip `LinearMethod.multiply`,
-    such as routed experts."""
-    layers: dict[str, LinearBase] = {}
+    layers, gated MLPs and shared experts, a target's embedding and vocabulary head, and a draft's `fc`. Others have
+    kernels that skip `LinearMethod.multiply`, such as routed experts."""
+    layers: dict[str, LinearBase | VocabEmbedding] = {}
     for path, module in model.named_modules():
         if isinstance(module, Attention | LatentAttention | GatedDeltaNet | GatedMLP):
             layers |= _linear_layers(path, module)
@@ -122,6 +166,8 @@ def adaptable_layers(model: nn.Module) -> dict[str, LinearBase]:
                 layers |= _linear_layers(f"{path}.shared_experts", shared)
     if isinstance(projection := dict(model.named_children()).get("fc"), ReplicatedLinear):
         layers["fc"] = projection
+    if isinstance(model, Decoder):
+        layers |= {EMBEDDING: model.embed_tokens, HEAD: model.lm_head}
     return layers
 
 
@@ -130,7 +176,7 @@ def _linear_layers(path: str, module: nn.Module) -> dict[str, LinearBase]:
     return {f"{path}.{name}": each for name, each in module.named_children() if isinstance(each, LinearBase)}
 
 
-def checked_layers(model: nn.Module, title: str) -> dict[str, LinearBase]:
+def checked_layers(model: nn.Module, title: str) -> dict[str, LinearBase | VocabEmbedding]:
     """Return `adaptable_layers`. title: names the model. Raises ValueError if there are none."""
     layers = adaptable_layers(model)
     if not layers:
@@ -153,10 +199,10 @@ def allocate_tables(
     return LoraTables(down, up, (0, *ends), fixed)
 
 
-def table_bytes(layers: Iterable[LinearBase], max_loras: int, max_lora_rank: int) -> int:
+def table_bytes(layers: Iterable[LinearBase | VocabEmbedding], max_loras: int, max_lora_rank: int) -> int:
     """Return the bytes of the tables of all layers on this rank."""
     rank, meta = padded_rank(max_lora_rank), torch.device("meta")
-    tables = [allocate_tables(layer.shape, max_loras, rank, layer.method.dtype, meta) for layer in layers]
+    tables = [allocate_tables(layer.shape, max_loras, rank, layer.dtype, meta) for layer in layers]
     return sum(table.down.nbytes + table.up.nbytes for table in tables)
 
 
@@ -177,6 +223,10 @@ class AdaptedMethod(LinearMethod):
     @property
     def is_adapted(self) -> bool:
         return self._rows.are_apart
+
+    @property
+    def base(self) -> LinearMethod:
+        return self.inner
 
     def multiply(self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         if not self._rows.is_active:

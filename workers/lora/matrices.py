@@ -9,7 +9,8 @@ from aerie.workers.layers.weighted import WrongTensorError
 
 @dataclass(frozen=True)
 class Matrices:
-    """The whole matrices of one module. down: A [rank, in_features]. up: B [out_features, rank], without the scale."""
+    """The whole matrices of one module. down: A [rank, in_features]. up: B [out_features, rank], without the scale. An
+    embedding's inputs are its ids, and its outputs the hidden size."""
 
     down: Tensor
     up: Tensor

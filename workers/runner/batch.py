@@ -97,6 +97,21 @@ class StepBatch:
         """Slots that emit tokens, [B + F] int64."""
         return self.slots if self.chunks is None else torch.cat((self.slots, self.chunks.final_slots))
 
+    def head_slots(self, width: int) -> Tensor | None:
+        """Return the slots of the vocabulary head's rows, [B * width + F] int64: `width` rows per round, then the last
+        rows of prompts. None without adapters."""
+        if not self.adapted:
+            return None
+        return joined((self.slots.repeat_interleave(width), None if self.chunks is None else self.chunks.final_slots))
+
+    @property
+    def prompt_target_slots(self) -> Tensor | None:
+        """Slots of the prompt targets, [n] int64; None without adapters or targets."""
+        if not self.adapted or self.prompt_targets is None:
+            return None
+        assert self.chunks is not None and self.chunks.batch.slots is not None, "targets are of chunks, in eager steps"
+        return self.chunks.batch.slots[self.chunks.batch.row_chunks()[self.prompt_targets.rows]].long()
+
     def rows(self, width: int) -> "RowLayout":
         """Return the order of rows of a pass with `width` rows per round."""
         return RowLayout(self.num_requests, width, self.chunks)

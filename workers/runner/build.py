@@ -22,6 +22,7 @@ from aerie.workers.distributed.tp_group import TPGroup, join_tp_group
 from aerie.workers.engine_layout import EngineLayout
 from aerie.workers.layers.attention import kv_scales, warn_of_missing
 from aerie.workers.layers.gated_delta_net import recurrent_weights
+from aerie.workers.lora.base_copies import BaseCheckpoint
 from aerie.workers.models.decoder import TargetModel
 from aerie.workers.models.loading import allocate_target, load_target, weight_names
 from aerie.workers.quantization.kv_scheme import kv_dtype
@@ -59,7 +60,7 @@ from aerie.workers.runner.transfer.checksums import WeightChecker
 from aerie.workers.runner.transfer.session import WeightTransfer
 from aerie.workers.runner.weight_update import META, RunningModel, WeightUpdate
 from aerie.workers.runner.worker import Worker
-from aerie.workers.sampling import Sampler
+from aerie.workers.sampling import Sampler, ranked_rows
 from aerie.workers.scheduling.commands.command import LoadWeights, SumWeights
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.structured_output.mask_table import MaskTable
@@ -241,7 +242,9 @@ def load_parts(
     if worker.lora is not None:
         remedy = "lower lora.max_loras or lora.max_lora_rank"
         with memory.counting_weights(), must_fit("the tables of adapters", remedy):
-            adapters = RankAdapters(model, names, worker.lora, slots.values["adapter"], name, deterministic)
+            base, indices = BaseCheckpoint.of(worker.model, names), slots.values["adapter"]
+            rows = _max_head_rows(layout, model)
+            adapters = RankAdapters(model, base, worker.lora, indices, rows, name, deterministic)
         done(f"{len(worker.lora.modules)} adapters loaded")
     row_index = None if adapters is None else adapters.row_index
     target = TargetRunner(model, pool, backends, states, row_index, worker.cache.routed_experts)
@@ -266,6 +269,12 @@ def load_parts(
         adapters=adapters,
         experts=experts,
     )
+
+
+def _max_head_rows(layout: EngineLayout, model: TargetModel) -> int:
+    """Return the maximum rows of the vocabulary head, in rounds and at ends of prompts, or for log-probabilities."""
+    widest = max(shape.width for shape in layout.shapes.shapes)
+    return max(layout.scheduler.num_slots * widest, ranked_rows(model.lm_head.shard))
 
 
 def _load_models(

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from aerie.kernels.kv.batches import DecodeBatch, Mode, causal_mask
 from aerie.workers.config import RoundShapes
-from aerie.workers.layers.vocab import LMHead
 from aerie.workers.runner.batch import PromptChunks, StepBatch, StepTensors, joined, prompt_hidden
 from aerie.workers.runner.model_runner import TargetRunner
 from aerie.workers.sampling import PromptRanking, Rows, Sampler, logprobs_of, rank_prompt
@@ -58,10 +57,12 @@ def begin_finals(slots: SlotTable, chunks: PromptChunks) -> None:
         slots.seq_len[chunks.final_slots] = chunks.final_lengths
 
 
-def ranking_of(head: LMHead, batch: StepBatch, hidden: Tensor | None) -> PromptRanking | None:
+def ranking_of(target: TargetRunner, batch: StepBatch, hidden: Tensor | None) -> PromptRanking | None:
     """Rank the batch's prompt targets. hidden: [n, H] of `prompt_hidden`. Return None without targets."""
-    targets = batch.prompt_targets
-    return None if targets is None or hidden is None else rank_prompt(head, hidden, targets.tokens, targets.num_top)
+    targets, shard = batch.prompt_targets, target.model.lm_head.shard
+    if targets is None or hidden is None:
+        return None
+    return rank_prompt(target.logits, shard, hidden, targets.tokens, targets.num_top, batch.prompt_target_slots)
 
 
 @dataclass(frozen=True)
@@ -120,10 +121,10 @@ class Autoregressive(CuttableStrategy):
         )
 
     def choose(self, batch: StepBatch, passed: Passed) -> StepTensors:
-        head: LMHead = self._target.model.lm_head
         entries = batch.entry_slots
         positions = (self._slots.seq_len[entries] + 1).long().unsqueeze(1)
-        sampled = self._sampler.sample(head(passed.hidden), Rows(entries, positions), batch.needs)
+        logits = self._target.logits(passed.hidden, batch.head_slots(width=1))
+        sampled = self._sampler.sample(logits, Rows(entries, positions), batch.needs)
         commit = self._slots.commit(entries, sampled.tokens, torch.ones_like(entries))
         if batch.num_requests:
             root = torch.zeros_like(batch.slots).unsqueeze(1)
@@ -132,7 +133,7 @@ class Autoregressive(CuttableStrategy):
         if sampled.logits is not None:
             logprobs = logprobs_of(sampled.logits, commit.tokens, batch.needs.num_logprobs)
         nothing_verified = torch.full_like(entries, -1)
-        ranking = ranking_of(head, batch, passed.prompt_hidden)
+        ranking = ranking_of(self._target, batch, passed.prompt_hidden)
         return StepTensors(
             commit.tokens,
             commit.counts,

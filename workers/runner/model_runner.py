@@ -1,6 +1,7 @@
 """Runs one forward pass of a model over a decode batch and prompt chunks, with its KV pool and attention backends. Used
 by decoding strategies, which decide the order of passes."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Generic, TypeVar
 
@@ -88,7 +89,18 @@ class TargetRunner(ModelRunner[TargetModel]):
         if self.row_index is not None:
             self.row_index.enter(context, context.adapted)
         output: DecoderOutput = self.model(ids, context)
+        if self.row_index is not None:
+            self.row_index.leave()
         return output
+
+    def logits(self, hidden: Tensor, slots: Tensor | None) -> Tensor:
+        """Return logits [n, shard size] of hidden [n, hidden_size].
+
+        slots: [n] int64 slots of the rows' requests, if one of them has an adapter; else None.
+        """
+        with nullcontext() if self.row_index is None or slots is None else self.row_index.rows_of(slots):
+            logits: Tensor = self.model.lm_head(hidden)
+        return logits
 
     def commit(self, slots: Tensor, path: Tensor, counts: Tensor) -> None:
         """Commit the accepted path of a round in the recurrent layers: see `StatePool.commit`."""

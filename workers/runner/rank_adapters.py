@@ -16,8 +16,11 @@ from aerie.workers.config import LoraConfig
 from aerie.workers.layers.latent_attention import LatentUpProjection
 from aerie.workers.layers.linear import GateUpParallelLinear, LinearBase
 from aerie.workers.layers.moe import Experts
+from aerie.workers.layers.vocab import LMHead, VocabEmbedding
 from aerie.workers.lora.adapter_config import draft_folder
 from aerie.workers.lora.adapter_file import AdapterNames, read_layers
+from aerie.workers.lora.base_copies import BaseCheckpoint
+from aerie.workers.lora.embedding import AdaptedEmbedding
 from aerie.workers.lora.expert_file import ExpertNames
 from aerie.workers.lora.experts import (
     DOWN,
@@ -56,18 +59,26 @@ class RankAdapters:
     def __init__(
         self,
         model: nn.Module,
-        names: NameMap,
+        base: BaseCheckpoint,
         config: LoraConfig,
         slot_table: Tensor,
+        max_head_rows: int,
         title: str,
         is_fixed: bool = False,
     ) -> None:
-        """model: finished. names: the checkpoint's names of its tensors. slot_table, is_fixed: see `AdapterRows`.
-        title: names the model in errors. Raises ValueError if adapters cannot change any layer of it, or one of
-        `config.modules` does not fit."""
+        """
+        model: finished.
+        base: its checkpoint.
+        slot_table, is_fixed: see `AdapterRows`.
+        max_head_rows: maximum rows of the vocabulary head in any step.
+        title: names the model in errors.
+        Raises ValueError if adapters cannot change any layer of it, or one of `config.modules` does not fit.
+        """
         layers = checked_layers(model, title)
-        self.row_index = AdapterRows(slot_table, is_fixed)
-        self._names = AdapterNames(layers, names, ExpertNames(experts_of(model), names, config.experts))
+        self.row_index = AdapterRows(slot_table, is_fixed, config.max_loras)
+        self._max_head_rows = max_head_rows
+        experts = ExpertNames(experts_of(model), base.names, config.experts)
+        self._names = AdapterNames(layers, base.names, experts, base)
         self._draft_names: AdapterNames | None = None
         self._config, self._slot_table = config, slot_table
         self._device, self._model = slot_table.device, model
@@ -77,6 +88,7 @@ class RankAdapters:
         self._tables: dict[str, LoraTables] = {}
         self._layers: list[LinearBase] = []
         self._expert_tables: dict[str, ExpertLoraTables] = {}
+        self._embeddings: list[AdaptedEmbedding] = []
         self._adapt(layers, self.row_index)
         self._adapt_experts(adapted_experts(model, config, title))
         for number, (name, folder) in enumerate(config.modules.items()):
@@ -97,18 +109,21 @@ class RankAdapters:
                 raise ValueError(f"lora.modules.{name}: {error}") from None
         return rows
 
-    def _adapt(self, layers: Mapping[str, LinearBase], rows: AdapterRows) -> None:
+    def _adapt(self, layers: Mapping[str, LinearBase | VocabEmbedding], rows: AdapterRows) -> None:
         rank = padded_rank(self._config.max_lora_rank)
         for path, layer in layers.items():
-            sizes = layer.shape, self._config.max_loras, rank, layer.method.dtype, self._device
+            sizes = layer.shape, self._config.max_loras, rank, layer.dtype, self._device
+            is_latent = isinstance(layer, LatentUpProjection)
+            tables = allocate_latent_tables(*sizes) if is_latent else allocate_tables(*sizes, fixed=rows.is_fixed)
+            self._tables[path] = tables
             if isinstance(layer, LatentUpProjection):
-                tables = allocate_latent_tables(*sizes)
                 layer.head_adapters = LatentAdapters(layer, tables, rows)
+            elif isinstance(layer, VocabEmbedding):
+                layer.adapters = AdaptedEmbedding(tables, rows)
+                self._embeddings.append(layer.adapters)
             else:
-                tables = allocate_tables(*sizes, fixed=rows.is_fixed)
                 layer.method = AdaptedMethod(layer.method, tables, rows)
                 self._layers.append(layer)
-            self._tables[path] = tables
 
     def _adapt_experts(self, layers: Mapping[str, Experts]) -> None:
         rank = padded_rank(self._config.max_lora_rank)
@@ -124,11 +139,15 @@ class RankAdapters:
         distinct = {(type(layer), layer.shape, layer.bias is None, layer.method.dtype): layer for layer in self._layers}
         for layer in distinct.values():
             assert isinstance(layer.method, AdaptedMethod), "of `_adapt`"
-            for num_rows in VARIANT_ROWS:
+            most = self._max_head_rows if isinstance(layer, LMHead) else max(VARIANT_ROWS)
+            for num_rows in sorted({min(rows, most) for rows in VARIANT_ROWS}):
                 layer.method.launch_kernels(num_rows, layer.bias, isinstance(layer, GateUpParallelLinear))
         launch_routed_experts(self._model)
         launch_head_products(self._model)
         launch_adapted_experts(self._model, self.row_index)
+        for embedding in self._embeddings:
+            for num_rows in VARIANT_ROWS:
+                embedding.launch_kernels(num_rows)
 
     def register(self, handlers: CommandHandlers) -> None:
         """Carry out the commands of adapters."""
@@ -164,6 +183,7 @@ class RankAdapters:
             every: dict[str, LoraTables | ExpertLoraTables] = {**self._tables, **self._expert_tables}
             for path, tables in every.items():
                 matrices = layers.get(path)
+                self.row_index.place(path, index, matrices is not None)
                 if matrices is None:
                     tables.up[index].zero_()
                 else:

@@ -99,7 +99,9 @@ def test_passes_share_counters_but_their_products_do_not(monkeypatch: pytest.Mon
     of_slot = torch.tensor([2, -1, 0, 1, -1], device=DEVICE)
     index = AdapterRows(of_slot)
     slots = torch.tensor([0, 0, 1, 2, 3, 3], dtype=torch.int32, device=DEVICE)
-    context = cast(ForwardContext, SimpleNamespace(row_slots=slots, last=None, attending_rows=lambda each: each))
+    context = cast(
+        ForwardContext, SimpleNamespace(row_slots=slots, last=None, expanded=None, attending_rows=lambda each: each)
+    )
     with kernels_of_operations() if INTERPRETED else nullcontext():
         layer.finish(GEMMOptions(Workspace.create([(192, 128)], DEVICE)))
         layer.method = AdaptedMethod(layer.method, tables, index)

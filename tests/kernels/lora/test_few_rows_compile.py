@@ -26,6 +26,7 @@ pytestmark = [
 POINTERS = dict.fromkeys(("x_ptr", "bias_ptr", "out_ptr", "down_ptr", "up_ptr"), "bf16")
 POINTERS |= {"part_ptr": "fp32", "inner_ptr": "fp32"}
 QKV, GATE_UP, DOWN = (4096, (0, 4096, 5120, 6144)), (4096, (0, 14336, 28672)), (14336, (0, 4096))
+HEAD = (4096, (0, 128_256))
 
 
 def variant(rows: int, rank: int, inputs: int, parts: tuple[int, ...]) -> tuple[Any, ...]:
@@ -53,7 +54,10 @@ def variant(rows: int, rank: int, inputs: int, parts: tuple[int, ...]) -> tuple[
         (1, 16, *QKV),
         (8, 16, *GATE_UP),
         (64, 64, *DOWN),
-        *slow((32, 16, *GATE_UP), (1, 64, *DOWN), (64, 16, *GATE_UP), (32, 256, *QKV), (1, 16, *DOWN)),
+        (8, 16, *HEAD),
+        *slow(
+            (32, 16, *GATE_UP), (1, 64, *DOWN), (64, 16, *GATE_UP), (32, 256, *QKV), (1, 16, *DOWN), (64, 256, *HEAD)
+        ),
     ],
 )
 def test_a_product_with_adapters_fits_hopper(
@@ -92,7 +96,9 @@ def test_the_places_of_rows_are_written_before_the_fence() -> None:
     """Products read them before their wait, also the first of a pass, such as a draft's, which embeds in a kernel that
     is launched early. The reset of counters is launched normally."""
     slots = torch.tensor([0, 1], dtype=torch.int32)
-    context = cast(ForwardContext, SimpleNamespace(row_slots=slots, last=None, attending_rows=lambda rows: rows))
+    context = cast(
+        ForwardContext, SimpleNamespace(row_slots=slots, last=None, expanded=None, attending_rows=lambda rows: rows)
+    )
     index = AdapterRows(torch.tensor([0, -1]))
     with Launches() as launches:
         index.enter(context, True)

@@ -1,13 +1,13 @@
-"""The adapters' part of a linear layer, on a CPU."""
+"""The adapters' part of a linear layer and of an embedding, on a CPU."""
 
 import pytest
 import torch
 
-from aerie.kernels.lora import product_host
+from aerie.kernels.lora import embedding_host, product_host
+from aerie.kernels.lora.embedding import add_lora_embedding
 from aerie.kernels.lora.product import add_lora
 from tests.kernels.ops.case import TOLERANCE, Case
-from tests.kernels.ops.lora_cases import LORA_CASES as CASES
-from tests.kernels.ops.lora_cases import lora_tables
+from tests.kernels.ops.lora_cases import EMBEDDING_CASES, LORA_CASES, lora_tables
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def test_each_row_gets_its_adapters_matrices() -> None:
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", LORA_CASES, ids=lambda case: case.name)
 def test_a_cpus_products_are_the_references(case: Case) -> None:
     ours, expected = case.arguments(CPU), case.arguments(CPU)
     product_host.add_lora(*ours)
@@ -41,3 +41,25 @@ def test_a_row_without_an_adapter_keeps_its_bits_beside_a_broken_one() -> None:
     for function in (add_lora.reference, product_host.add_lora):
         result = function(y.clone(), x, tables, torch.tensor([-1, 0], dtype=torch.int32))
         assert result[0].equal(y[0]) and result[1].isnan().all()
+
+
+@pytest.mark.parametrize("case", EMBEDDING_CASES, ids=lambda case: case.name)
+def test_a_cpus_rows_of_an_embedding_are_the_references(case: Case) -> None:
+    ours, expected = case.arguments(CPU), case.arguments(CPU)
+    embedding_host.add_lora_embedding(*ours)
+    add_lora_embedding.reference(*expected)
+    tolerance = TOLERANCE[expected[0].dtype] * expected[0].float().abs().max()
+    torch.testing.assert_close(ours[0], expected[0], rtol=0, atol=float(tolerance))
+
+
+def test_an_embeddings_row_gets_the_column_of_its_id() -> None:
+    """An id of another shard, a row without an adapter, and one whose adapter is broken keep to themselves."""
+    tables = lora_tables(3, 16, 5, (0, 8), 8, torch.float32, CPU)
+    tables.down[1] = torch.nan
+    y, ids = torch.randn(6, 8), torch.tensor([4, -1, 2, 3, 0, 5])
+    chosen = torch.tensor([2, 0, -1, 1, 0, 0], dtype=torch.int32)
+    for function in (add_lora_embedding.reference, embedding_host.add_lora_embedding):
+        found = function(y.clone(), ids, tables, chosen)
+        assert found[[1, 2, 5]].equal(y[[1, 2, 5]]) and found[3].isnan().all()
+        for row, place in ((0, 2), (4, 0)):
+            torch.testing.assert_close(found[row], y[row] + tables.up[place] @ tables.down[place][:, ids[row]])

@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: E402
 from aerie.kernels.gemm import skinny_triton  # noqa: E402
 from aerie.kernels.gemm.tiles import INPUT_STEP  # noqa: E402
 from aerie.kernels.gemm.workspace import Workspace  # noqa: E402
-from aerie.kernels.lora import product_triton  # noqa: E402
+from aerie.kernels.lora import embedding_triton, product_triton  # noqa: E402
 from aerie.kernels.lora.product import VARIANT_ROWS, LoraTables, RowAdapters  # noqa: E402
 
 LAYERS = (  # inputs, and borders of the stacked matrices' outputs: Llama-3.1-8B's, small and odd ones
@@ -23,6 +23,7 @@ LAYERS = (  # inputs, and borders of the stacked matrices' outputs: Llama-3.1-8B
     (14336, (0, 4096)),
     (64, (0, 64, 96, 128)),
     (136, (0, 72)),
+    (4096, (0, 32_064)),  # a quarter of its vocabulary
 )
 ROWS = (1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 66, 100, 128, 129, 200, 256, 500, 512, 777, 1024)
 MANY_ROWS = (1500, 2048, 4095, 4096, 8192)
@@ -101,3 +102,22 @@ def test_a_step_compiles_nothing_that_the_start_has_not(inputs: int, parts: tupl
 def test_all_numbers_of_places_up_to_8_share_the_kernels() -> None:
     for (inputs, parts), rows in itertools.product(LAYERS, VARIANT_ROWS):
         assert len({frozenset(variants_of(rows, inputs, parts, 16, places)) for places in (1, 3, 4, 8)}) == 1
+
+
+def test_an_embedding_has_one_kernel_for_columns_and_three_for_products() -> None:
+    def launched(counts: tuple[int, ...], places: int) -> set[tuple[Any, ...]]:
+        found: set[tuple[Any, ...]] = set()
+        down, up = (torch.empty(places, *size, dtype=torch.bfloat16) for size in ((48, 32_064), (4096, 48)))
+        with pytest.MonkeyPatch.context() as patch:
+            for module, name in ((embedding_triton, "_lora_columns"), (product_triton, "_lora_expand")):
+                patch.setattr(module, name, Recorded(getattr(module, name), found))
+            for rows in counts:
+                y, ids = torch.empty(rows, 4096, dtype=torch.bfloat16), torch.empty(rows, dtype=torch.int64)
+                tables, indices = LoraTables(down, up, (0, 4096)), torch.empty(rows, dtype=torch.int32)
+                embedding_triton.add_lora_embedding(y, ids, tables, indices)
+        return found
+
+    for places in (1, 8, 32):
+        ahead = launched(VARIANT_ROWS, places)
+        assert sorted(key[0] for key in ahead) == ["_lora_columns", *["_lora_expand"] * 3]
+        assert launched((*ROWS, *MANY_ROWS), places) <= ahead

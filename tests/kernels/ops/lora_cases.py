@@ -1,10 +1,12 @@
 """`aerie.kernels.lora.product`: one and several parts, padding outputs, rows without an adapter, one row, many rows.
+`aerie.kernels.lora.embedding`: also ids of another shard.
 `aerie.kernels.experts.adapted.product`: both products, also experts of other ranks, and shared ones."""
 
 import torch
 from torch import Tensor
 
 from aerie.kernels.experts.adapted.product import ExpertLoraTables, add_expert_lora, blocks_by_expert
+from aerie.kernels.lora.embedding import add_lora_embedding
 from aerie.kernels.lora.product import LoraTables, add_lora
 from tests.kernels.ops.case import TYPES, Case
 from tests.kernels.ops.norm_cases import rows
@@ -37,6 +39,20 @@ def _case(count: int, places: int, rank: int, inputs: int, parts: tuple[int, ...
     return Case(add_lora, name, arguments, written=(0,))
 
 
+def _embedding_case(count: int, places: int, rank: int, size: int, hidden: int, dtype: torch.dtype) -> Case:
+    def arguments(device: torch.device) -> tuple[object, ...]:
+        generator = torch.Generator().manual_seed(count)
+        y = rows(count, hidden, dtype=dtype, device=device, seed=hidden)
+        ids = torch.randint(0, size, (count,), generator=generator)
+        ids[1::5], ids[2::7] = -1, size
+        chosen = torch.randint(-1, places, (count,), generator=generator, dtype=torch.int32)
+        tables = lora_tables(places, rank, size, (0, hidden), hidden, dtype, device)
+        return y, ids.to(device), tables, chosen.to(device)
+
+    name = f"{count}-{places}places-rank{rank}-{size}x{hidden}-{str(dtype).removeprefix('torch.')}"
+    return Case(add_lora_embedding, name, arguments, written=(0,))
+
+
 LORA_CASES = tuple(
     _case(count, places, rank, inputs, parts, dtype)
     for count, places, rank, inputs, parts in (
@@ -45,6 +61,11 @@ LORA_CASES = tuple(
         (40, 4, 64, 512, (0, 72, 144)),
         (133, 2, 16, 72, (0, 40)),
     )
+    for dtype in TYPES
+)
+EMBEDDING_CASES = tuple(
+    _embedding_case(*sizes, dtype)
+    for sizes in ((1, 1, 16, 96, 128), (9, 3, 48, 51, 72), (70, 4, 64, 130, 200), (133, 5, 32, 7, 40))
     for dtype in TYPES
 )
 
@@ -109,4 +130,4 @@ EXPERT_CASES = tuple(
     )
     for dtype in TYPES
 )
-CASES = LORA_CASES + EXPERT_CASES
+CASES = LORA_CASES + EMBEDDING_CASES + EXPERT_CASES

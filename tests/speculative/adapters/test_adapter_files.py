@@ -157,16 +157,20 @@ CASES: dict[str, tuple[Callable[[dict[str, Tensor]], None], dict[str, Any], str]
             {f"base_model.model.model.layers.1.mlp.experts.0.up_proj.lora_{s}.weight": torch.ones(4, 4) for s in "AB"}
         ),
         {},
-        "experts.0.up_proj is of a layer that adapters cannot change here; they may change down_proj, gate_proj",
+        "experts.0.up_proj is of a layer that adapters cannot change here; they may change down_proj, embed_tokens",
     ),
     "layer": (
         lambda tensors: tensors.update(
-            {f"base_model.model.lm_head.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}
+            {f"base_model.model.score.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}
         ),
         {},
-        "lm_head is of a layer that adapters cannot change here; they may change down_proj, gate_proj, k_proj",
+        "score is of a layer that adapters cannot change here; they may change down_proj, embed_tokens, gate_proj",
     ),
-    "embedding": (put("base_model.model.model.embed_tokens.lora_embedding_A", torch.ones(4, 96)), {}, "an embedding"),
+    "embedding": (
+        put("base_model.model.model.embed_tokens.lora_embedding_A", torch.ones(4, 96)),
+        {},
+        "embed_tokens has no lora_B",
+    ),
     "large": (put(f"{Q}.lora_A.weight", torch.ones(4, 64)), {"r": 128}, "has rank 128, above max_lora_rank=64"),
     "empty": (dict.clear, {}, "has no matrices"),
     "dora": (put("x", torch.ones(1)), {"use_dora": True}, "use_dora=True: DoRA is not served; merge it"),
@@ -202,7 +206,8 @@ def test_an_adapter_that_fits_is_accepted_before_a_start_and_its_tables_are_coun
         engine,
     )
     inputs, outputs = 3 * 64 + 32 + 2 * 64 + 48, (32 + 16 + 16) + 64 + 96 + 64
-    assert plan_weights(spec, engine, False).adapters == 4 * 3 * 64 * 4 * (inputs + outputs)
+    vocabulary = 2 * (VOCAB // 2 + 64)
+    assert plan_weights(spec, engine, False).adapters == 3 * 64 * 4 * (4 * (inputs + outputs) + vocabulary)
 
 
 def test_scales_are_those_of_peft(adapted: Adapted) -> None:
@@ -223,8 +228,7 @@ def test_scales_are_those_of_peft(adapted: Adapted) -> None:
         ("Qwen3Moe", {}, ["q_proj", "mlp.gate"]),
         ("DeepseekV3", {}, ["q_a_proj", "gate_proj", "up_proj", "down_proj"]),
         ("Qwen3Next", {}, ["in_proj_ba", "shared_expert_gate"]),
-        ("Llama", {}, ["lm_head"]),
-        ("Llama", {}, ["embed_tokens"]),
+        ("Gemma4", {}, ["embed_tokens_per_layer"]),
     ],
 )
 def test_layers_that_adapters_cannot_change_are_refused_by_name(
@@ -234,7 +238,9 @@ def test_layers_that_adapters_cannot_change_are_refused_by_name(
     target = make_target(tmp_path / "target", architecture=architecture)
     adapter = make_adapter(tmp_path / "adapter", target, 3, target_modules=modules, **settings)
     spec = spec_of(target, LoraConfig({"odd": str(adapter)}))
-    with pytest.raises(ValueError, match=r"lora\.modules\.odd: .*(cannot change here|not served)"):
+    with pytest.raises(
+        ValueError, match=r"lora\.modules\.odd: .*(cannot change here|not served|only with lora\.experts)"
+    ):
         check_weights(spec, plan_engine(spec))
 
 

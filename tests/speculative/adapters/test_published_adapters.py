@@ -185,16 +185,48 @@ REFUSED: dict[str, tuple[dict[str, Any], Callable[[dict[str, Tensor]], dict[str,
         r"layers.0.mlp.down_proj.lora_A(.ref)?.weight is a second lora_A of its module; save one adapter",
     ),
     "vision tower": ({}, more(pair(V)), f"visual.blocks.0.attn.qkv is of a layer .* change down_proj, .*{MERGED}"),
-    "head": ({}, more(pair(HEAD, 96)), f"lm_head is of a layer .*{MERGED}"),
-    "tinker's head": ({}, more(pair("base_model.model.model.unembed_tokens", 96)), f"unembed_tokens is of .*{MERGED}"),
     "tied head": ({"modules_to_save": ["lm_head", "embed_tokens"], "ensure_weight_tying": True}, more({}), MERGED),
-    "saved head": ({}, more({f"{HEAD}.weight": torch.ones(96, 64)}), f"lm_head.weight is not a matrix .*{MERGED}"),
+    "modules": (
+        {"modules_to_save": ["lm_head"]},
+        more({}),
+        r"matrices of lm_head and embed_tokens are \(target_modules",
+    ),
+    "saved head": (
+        {},
+        more({f"{HEAD}.weight": torch.ones(96, 64)}),
+        f"lm_head.weight differs from the base's .*{MERGED}",
+    ),
+    "trained base": (
+        {},
+        more({f"{EMBEDDING}.base_layer.weight": torch.ones(96, 64)}),
+        f"embed_tokens.base_layer.weight differs from the base's .*{MERGED}",
+    ),
+    "new tokens": (
+        {},
+        more({f"{EMBEDDING}.weight": torch.ones(98, 64)}),
+        rf"has shape \(98, 64\), the base's is \(96, 64\): embeddings of new tokens, {MERGED}",
+    ),
+    "saved norm": (
+        {},
+        more({f"{EMBEDDING.replace('embed_tokens', 'norm')}.weight": torch.ones(64)}),
+        "is not a matrix of",
+    ),
+    "short vocabulary": ({}, more(pair(HEAD, 95)), r"lm_head \(lora_B\) has shape \(95, 4\), the layer has 96 outputs"),
     "trained tokens": (
         {},
         more({f"{EMBEDDING}.token_adapter.trainable_tokens_delta": torch.ones(2, 64)}),
         f"trainable_tokens_delta is not a matrix .*{MERGED}",
     ),
-    "embedding": ({}, more({f"{EMBEDDING}.lora_embedding_A": torch.ones(4, 96)}), f"adapts an embedding, .*{MERGED}"),
+    "vocabulary": (
+        {},
+        more(
+            {
+                f"{EMBEDDING}.lora_embedding_{side}": torch.ones(shape)
+                for side, shape in (("A", (4, 95)), ("B", (64, 4)))
+            }
+        ),
+        r"embed_tokens \(lora_A\) has shape \(4, 95\), the layer has 96 inputs",
+    ),
     "magnitudes": ({}, more({f"{U}.lora_magnitude_vector": torch.ones(96)}), f"magnitude_vector is not .*{MERGED}"),
     "adapter's bias": ({}, more({f"{U}.lora_B.bias": torch.ones(96)}), f"lora_B.bias is not a matrix .*{MERGED}"),
     "expert": ({}, more(pair(U.replace("up", "experts.3.up"))), f"mlp.experts.3.up_proj is of a layer .*{MERGED}"),

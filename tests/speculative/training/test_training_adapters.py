@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from aerie.speculative.build import adaptable_draft, check_weights, plan_engine
@@ -20,7 +20,8 @@ from aerie.speculative.training.eagle3 import build_head, draft_config, read_dra
 from aerie.workers.config import LoraConfig
 from tests.speculative.adapters.test_adapter_files import spec_of
 from tests.speculative.training.conftest import run
-from tests.support.targets.adapters import make_adapter
+from tests.support.targets.adapters import adapted_model, make_adapter
+from tests.support.tiny_models import make_target
 
 SIZES = "--steps 2 --warmup-steps 1 --batch-tokens 256 --val-fraction 0 --ttt-length 2 --no-keep-checkpoint"
 
@@ -66,6 +67,27 @@ def test_a_target_is_merged_as_peft_merges_it(pair: Path) -> None:
     expected = PeftModel.from_pretrained(theirs, str(pair / "adapter")).merge_and_unload().state_dict()
     for name, weight in ours.state_dict().items():
         torch.testing.assert_close(weight, expected[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Setting `save_embedding_layers`", "ignore:Model has `tie_word_embeddings=True`"
+)  # peft
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_targets_embedding_and_head_are_changed_apart(tmp_path: Path, tied: bool) -> None:
+    """Also if they are tied, as in peft's model before a merge; a copy of the base's weight that was trained is
+    refused."""
+    folder = make_target(tmp_path / "target", tie_word_embeddings=tied, num_hidden_layers=1)
+    adapter = make_adapter(tmp_path / "adapter", folder, 1, target_modules=["embed_tokens", "lm_head", "q_proj"])
+    ours, ids = AutoModelForCausalLM.from_pretrained(folder), torch.arange(2, 40)[None]
+    merge_adapter(ours, adapter)
+    with torch.inference_mode():
+        found, expected = (model(ids).logits for model in (ours, adapted_model(folder, adapter, merges=False)))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors["base_model.model.lm_head.base_layer.weight"][3, 3] += 0.1
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    with pytest.raises(TrainingError, match="lm_head.base_layer.weight differs from the target's weight; merge it"):
+        merge_adapter(AutoModelForCausalLM.from_pretrained(folder), adapter)
 
 
 @pytest.mark.parametrize(

@@ -36,15 +36,30 @@ def make_adapter(folder: Path, target: Path, seed: int, size: float = 0.5, **set
             torch.nn.init.normal_(parameter, 0.0, parameter.shape[1] ** -0.5)
         if ".lora_B." in name:
             torch.nn.init.normal_(parameter, 0.0, size * parameter.shape[1] ** -0.5)
+        if ".lora_embedding_A." in name:
+            torch.nn.init.normal_(parameter)
+        if ".lora_embedding_B." in name:
+            rows = float(model.get_input_embeddings().weight.std())
+            torch.nn.init.normal_(parameter, 0.0, size * rows * parameter.shape[1] ** -0.5)
     model.save_pretrained(folder)
     return folder
 
 
-def merged_tokens(target: Path, adapter: Path | None, prompts: Sequence[list[int]], max_tokens: int, eos: int) -> Any:
-    """Greedy tokens of transformers' model, merged with an adapter by peft; its own without one."""
+def adapted_model(target: Path, adapter: Path | None, merges: bool = True) -> Any:
+    """transformers' model in float32, with an adapter if one is given. merges: into its weights, by peft; else it runs
+    as in training. These differ if embedding and head are tied and one is adapted: peft then merges it into both."""
     model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32, attn_implementation="eager")
     if adapter is not None:
-        model = PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+        model = PeftModel.from_pretrained(model, str(adapter))
+        model = model.merge_and_unload() if merges else model
+    return model
+
+
+def merged_tokens(
+    target: Path, adapter: Path | None, prompts: Sequence[list[int]], max_tokens: int, eos: int, merges: bool = True
+) -> Any:
+    """Greedy tokens of `adapted_model`."""
+    model = adapted_model(target, adapter, merges)
     found = []
     with torch.inference_mode():
         for prompt in prompts:
