@@ -10,7 +10,8 @@ size and with the shapes `plain`, `suffix` (a chain copied from the text, many o
 a draft head) and `mixed` (as `suffix`, half of the requests without speculation). The prefix cache is on, so later runs
 of an engine find their prompts; it has room for a third of the largest batch, so that requests are preempted. `suffix`
 and `mixed` share an engine. Models without a draft have no `tree`. --layers: only the model's first layers, for models
-that do not fit, and shorter starts. --adapters: LoRA adapters of rank 16, which requests have in turn; one in so many
+that do not fit, and shorter starts. --adapters: LoRA adapters of rank 16, which requests have in turn, every second one
+also of embedding and head; one in so many
 and one more has none.
 
 An answer counts as different from its first other id on; log-probabilities are compared to the bit up to there. Needs a
@@ -229,7 +230,10 @@ def main() -> None:
         lora = None
         if arguments.adapters:
             size = MODELS[model] if arguments.layers is None else replace(MODELS[model], layers=arguments.layers)
-            paths = {f"a{i}": str(write_adapter(Path(folder) / f"a{i}", size, 16)) for i in range(arguments.adapters)}
+            paths = {
+                f"a{i}": str(write_adapter(Path(folder) / f"a{i}", size, 16, i % 2 == 0))
+                for i in range(arguments.adapters)
+            }
             lora = LoraConfig(paths, len(paths), 16)
         wanted = {*arguments.runs} if has_draft(Path(folder)) else {*arguments.runs} - {"tree"}
         for mode in arguments.modes:

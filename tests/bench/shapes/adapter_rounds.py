@@ -1,11 +1,11 @@
 """Rounds of requests with LoRA adapters beside rounds without, with dummy weights.
 
     python -m tests.bench adapter_rounds [--model llama-3.1-8b] [--shapes plain tree] [--batches 1 8 32]
-                                         [--adapters 1 4 32] [--ranks 16 64]
+                                         [--adapters 1 4 32] [--ranks 16 64] [--vocabulary]
 
 The median round in ms while all requests run, prompts of 512 tokens: in an engine without adapters, in one with
-adapters that no request uses, and with requests that share 1, 4 or 32 adapters of all linear layers. Needs a GPU for
-figures that mean anything; `--tiny` tries it on a CPU.
+adapters that no request uses, and with requests that share 1, 4 or 32 adapters of all linear layers; with
+`--vocabulary` also of embedding and head. Needs a GPU for figures that mean anything; `--tiny` tries it on a CPU.
 """
 
 import argparse
@@ -30,8 +30,8 @@ from tests.bench.round import MODELS, Setting, add_engine_options, engine_spec, 
 from tests.support.replica import Dimensions
 
 
-def write_adapter(folder: Path, size: Dimensions, rank: int) -> Path:
-    """Write a random adapter of all linear layers, as peft does."""
+def write_adapter(folder: Path, size: Dimensions, rank: int, vocabulary: bool = False) -> Path:
+    """Write a random adapter of all linear layers, as peft does. vocabulary: also of embedding and head."""
     folder.mkdir(parents=True)
     heads, kv = size.heads * size.head_dim, size.kv_heads * size.head_dim
     shapes = {
@@ -46,6 +46,11 @@ def write_adapter(folder: Path, size: Dimensions, rank: int) -> Path:
     down = {k: (torch.randn(rank, k) * k**-0.5).bfloat16() for k in {k for k, _ in shapes.values()}}
     up = {n: (torch.randn(n, rank) * 0.01).bfloat16() for n in {n for _, n in shapes.values()}}
     tensors = {}
+    if vocabulary:
+        hidden, ids = ((torch.randn(rank, n) * 0.02).bfloat16() for n in (size.hidden, size.vocab))
+        head, embedding = (f"base_model.model.{module}" for module in ("lm_head", "model.embed_tokens"))
+        tensors |= {f"{head}.lora_A.weight": hidden, f"{head}.lora_B.weight": ids.T.contiguous()}
+        tensors |= {f"{embedding}.lora_embedding_A": ids, f"{embedding}.lora_embedding_B": hidden.T.contiguous()}
     for layer in range(size.layers):
         for name, (k, n) in shapes.items():
             module = f"base_model.model.model.layers.{layer}.{name}"
@@ -76,13 +81,17 @@ def main() -> None:
     add_engine_options(parser, ["plain", "tree"], [1, 8, 32])
     parser.add_argument("--adapters", type=int, nargs="+", default=[1, 4, 32])
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--vocabulary", action="store_true")
     arguments = parser.parse_args()
     setting = Setting(40, 24) if arguments.tiny else Setting(output_tokens=128)
     name, rows = model_of(arguments), []
     with tempfile.TemporaryDirectory() as given:
         folder = Path(given)
         write_checkpoints(folder, name)
-        paths = {rank: write_adapter(folder / f"rank-{rank}", MODELS[name], rank) for rank in arguments.ranks}
+        paths = {
+            rank: write_adapter(folder / f"rank-{rank}", MODELS[name], rank, arguments.vocabulary)
+            for rank in arguments.ranks
+        }
         for shape in arguments.shapes:
             for batch in arguments.batches:
                 spec = engine_spec(folder, shape, batch, setting, 1, True)
