@@ -92,6 +92,8 @@ The rule:
     score_candidates        triggers   nothing
     lora_shrink             triggers   nothing
     lora_expand             triggers   nothing
+    gate_up_of_cells        triggers   nothing
+    activate_cells          triggers   nothing
     expert_lora_shrink      triggers   nothing
     expert_lora_expand      triggers   nothing
     lora_columns            triggers   nothing

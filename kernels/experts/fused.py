@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from aerie.kernels.experts.adapted.product import ExpertAdapters
 from aerie.kernels.experts.route import RouterLogits
 from aerie.kernels.experts.weights import ExpertSizes, ExpertWeights, fits_blocks, fits_kernels, workspace_size
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
@@ -37,6 +38,10 @@ class FusedExperts(ABC):
     def variant_rows(self, slots: int) -> list[int]:
         """Return numbers of rows that launch all variants of the kernels, for up to `MAX_VARIANT_ROWS` rows. slots:
         experts of a row, including shared ones."""
+
+    @abstractmethod
+    def multiply_adapted(self, x: Tensor, router: RouterLogits, adapters: ExpertAdapters, out: Tensor | None) -> Tensor:
+        """Return `multiply` of the routed experts with each row's adapters. x: in the model's dtype."""
 
     @abstractmethod
     def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None) -> Tensor:

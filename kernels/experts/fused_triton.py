@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from aerie.kernels.experts.adapted.product import ExpertAdapters
+from aerie.kernels.experts.adapted.sorted_rows_triton import adapted_row_experts, adapted_row_tiles
 from aerie.kernels.experts.few_rows_triton import few_row_experts
 from aerie.kernels.experts.fused import MAX_VARIANT_ROWS, FusedExperts
 from aerie.kernels.experts.many_rows_triton import many_row_experts, many_row_tiles
@@ -45,6 +47,14 @@ class TritonExperts(FusedExperts):
             tiles = few_row_tiles(rows, sizes) if is_few else many_row_tiles(rows, sizes, self.deterministic)
             found.setdefault((is_few, tiles), rows)
         return list(found.values())
+
+    def multiply_adapted(self, x: Tensor, router: RouterLogits, adapters: ExpertAdapters, out: Tensor | None) -> Tensor:
+        weights = self.weights.without_shared()
+        if out is None:
+            out = torch.empty((x.shape[0], weights.size), dtype=self.dtype, device=x.device)
+        routed = route(router, 0, self.workspace.tickets, False, weights.held)
+        tiles = adapted_row_tiles(x.shape[0], weights.sizes(routed.chosen.shape[1]))
+        return adapted_row_experts(x, routed, weights, adapters, tiles, out)
 
     def multiply(self, x: Tensor | Fp8Rows, router: RouterLogits, out: Tensor | None) -> Tensor:
         weights = self.weights

@@ -1,7 +1,6 @@
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator"
-"""One step of the gate and up projections with weights as the tensor core's first operand, and its epilogue. Shared by
-`few_row_products_triton` and `sorted_rows_triton`; the activation also by
-`aerie.kernels.packed.expert_gate_up_triton`."""
+"""Gate and up projections, shared by `few_row_products_triton`, `sorted_rows_triton` and `adapted.sorted_rows_triton`,
+and their activation, also of `aerie.kernels.packed.expert_gate_up_triton`."""
 
 import triton
 import triton.language as tl
@@ -77,6 +76,92 @@ def times_channels(gate, up, x_scale, scales, WIDTH: tl.constexpr):
     """Multiply gate and up by the scales of rows and of outputs; up's scales are WIDTH after gate's."""
     gate *= tl.load(scales)[:, None] * x_scale[None, :]
     up *= tl.load(scales + WIDTH)[:, None] * x_scale[None, :]
+    return gate, up
+
+
+@triton.jit
+def gates_weights_first(
+    x, inside, w_desc, gate_row, x_scales, w_scales, group_step,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
+    IN_FP8: tl.constexpr, BY_GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Return gate and up [outputs, rows] of the rows at `x`, of which those `inside` are used.
+
+    gate_row: the gate's first row in `w_desc`. x_scales: [rows] addresses of the first scales, group_step apart.
+    w_scales: of the weights; without BY_GROUP, of the gate's outputs.
+    """
+    gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    gate_scales, up_scales = w_scales, w_scales
+    x_scale, gate_scale, up_scale = 0.0, 0.0, 0.0
+    if BY_GROUP:
+        gate_scales, up_scales = scales_of_gates(w_scales, gate_row, 0, BLOCK_N, WIDTH, SIZE // 128)
+        x_scale = tl.load(x_scales, mask=inside, other=0.0)
+        gate_scale, up_scale = tl.load(gate_scales), tl.load(up_scales)
+    for step in range(SIZE // STEP):
+        inputs = tl.load(x + step * STEP, mask=inside[:, None], other=0.0)
+        gate, up, x_scale, gate_scale, up_scale = add_gates(
+            gate, up, x_scale, gate_scale, up_scale, inputs, w_desc, gate_row, step * STEP,
+            x_scales, gate_scales, up_scales, group_step, inside, step, SIZE // STEP, WIDTH, IN_FP8, BY_GROUP,
+            INTERPRETED,
+        )  # fmt: skip
+    if IN_FP8 and not BY_GROUP:
+        x_scale = tl.load(x_scales, mask=inside, other=0.0)
+        gate, up = times_channels(gate, up, x_scale, w_scales, WIDTH)
+    return gate, up
+
+
+@triton.jit
+def gates_rows_first(
+    x, inside, w_desc, gate_row, x_scales, w_scales, group_step,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
+    IN_FP8: tl.constexpr, BY_GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Return gate and up [rows, outputs]. Arguments are those of `gates_weights_first`. Unused rows take row 0's
+    scales and are not stored."""
+    groups: tl.constexpr = SIZE // 128
+    steps: tl.constexpr = SIZE // STEP
+    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if BY_GROUP:
+        # one scale per 64 rows and 128 columns, read one step ahead
+        if BLOCK_N == 64:
+            gate_scales = w_scales + gate_row // 64 * groups
+        else:
+            gate_scales = w_scales + (gate_row // 64 + tl.arange(0, BLOCK_N) // 64) * groups
+        up_scales = gate_scales + WIDTH // 64 * groups
+        x_scale, gate_scale, up_scale = tl.load(x_scales), tl.load(gate_scales), tl.load(up_scales)
+    for step in range(steps):
+        inputs = tl.load(x + step * STEP, mask=inside[:, None], other=0.0)
+        gate_weights = w_desc.load([gate_row, step * STEP])
+        up_weights = w_desc.load([gate_row + WIDTH, step * STEP])
+        if IN_FP8:
+            gate_part = tl.dot(inputs, tl.trans(gate_weights))
+            up_part = tl.dot(inputs, tl.trans(up_weights))
+            if BY_GROUP:
+                following = tl.minimum(step + 1, steps - 1)
+                next_x_scale = tl.load(x_scales + following * group_step)
+                next_gate_scale, next_up_scale = tl.load(gate_scales + following), tl.load(up_scales + following)
+                if BLOCK_N == 64:
+                    gate += gate_part * (x_scale * gate_scale)[:, None]
+                    up += up_part * (x_scale * up_scale)[:, None]
+                else:
+                    gate += gate_part * (x_scale[:, None] * gate_scale[None, :])
+                    up += up_part * (x_scale[:, None] * up_scale[None, :])
+                x_scale, gate_scale, up_scale = next_x_scale, next_gate_scale, next_up_scale
+            else:
+                gate += gate_part
+                up += up_part
+        else:
+            if INTERPRETED:
+                inputs, gate_weights = inputs.to(tl.float32), gate_weights.to(tl.float32)
+                up_weights = up_weights.to(tl.float32)
+            gate = tl.dot(inputs, tl.trans(gate_weights), gate)
+            up = tl.dot(inputs, tl.trans(up_weights), up)
+    if IN_FP8 and not BY_GROUP:
+        row_scale = tl.load(x_scales)
+        gate *= row_scale[:, None] * tl.load(w_scales)[None, :]
+        up *= row_scale[:, None] * tl.load(w_scales + WIDTH)[None, :]
     return gate, up
 
 

@@ -13,7 +13,7 @@ one block is multiplied and written.
 import triton
 import triton.language as tl
 
-from aerie.kernels.experts.gate_products_triton import activated, add_gates, scales_of_gates, times_channels
+from aerie.kernels.experts.gate_products_triton import activated, gates_rows_first, gates_weights_first
 from aerie.kernels.experts.order_triton import block_of_program, clear_counts
 from aerie.kernels.fp8.rows_triton import scale_of
 from aerie.kernels.kv.stored_values_triton import to_fp8
@@ -100,12 +100,12 @@ def gate_up_of_sorted_rows(
     x_scales = x_scales_ptr + row * row_step if IN_FP8 else None
     scales = w_scales_ptr + expert * (2 * WIDTH) + n if IN_FP8 and not BY_GROUP else w_scales_ptr
     if WEIGHTS_FIRST:
-        gate, up = _gates_weights_first(
+        gate, up = gates_weights_first(
             x, inside, w_desc, gate_row, x_scales, scales, group_step,
             SIZE, WIDTH, BLOCK_M, BLOCK_N, STEP, IN_FP8, BY_GROUP, INTERPRETED,
         )  # fmt: skip
     else:
-        gate, up = _gates_rows_first(
+        gate, up = gates_rows_first(
             x, inside, w_desc, gate_row, x_scales, scales, group_step,
             SIZE, WIDTH, BLOCK_M, BLOCK_N, STEP, IN_FP8, BY_GROUP, INTERPRETED,
         )  # fmt: skip
@@ -125,92 +125,6 @@ def gate_up_of_sorted_rows(
         tl.store(to, hidden.to(hidden_ptr.dtype.element_ty))
     else:
         tl.store(to, hidden.to(hidden_ptr.dtype.element_ty), mask=_by_output(there, WEIGHTS_FIRST))
-
-
-@triton.jit
-def _gates_weights_first(
-    x, inside, w_desc, gate_row, x_scales, w_scales, group_step,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
-    IN_FP8: tl.constexpr, BY_GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Return gate and up [outputs, rows] of the rows at `x`, of which those `inside` are used.
-
-    gate_row: the gate's first row in `w_desc`. x_scales: [rows] addresses of the first scales, group_step apart.
-    w_scales: of the weights; without BY_GROUP, of the gate's outputs.
-    """
-    gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    gate_scales, up_scales = w_scales, w_scales
-    x_scale, gate_scale, up_scale = 0.0, 0.0, 0.0
-    if BY_GROUP:
-        gate_scales, up_scales = scales_of_gates(w_scales, gate_row, 0, BLOCK_N, WIDTH, SIZE // 128)
-        x_scale = tl.load(x_scales, mask=inside, other=0.0)
-        gate_scale, up_scale = tl.load(gate_scales), tl.load(up_scales)
-    for step in range(SIZE // STEP):
-        inputs = tl.load(x + step * STEP, mask=inside[:, None], other=0.0)
-        gate, up, x_scale, gate_scale, up_scale = add_gates(
-            gate, up, x_scale, gate_scale, up_scale, inputs, w_desc, gate_row, step * STEP,
-            x_scales, gate_scales, up_scales, group_step, inside, step, SIZE // STEP, WIDTH, IN_FP8, BY_GROUP,
-            INTERPRETED,
-        )  # fmt: skip
-    if IN_FP8 and not BY_GROUP:
-        x_scale = tl.load(x_scales, mask=inside, other=0.0)
-        gate, up = times_channels(gate, up, x_scale, w_scales, WIDTH)
-    return gate, up
-
-
-@triton.jit
-def _gates_rows_first(
-    x, inside, w_desc, gate_row, x_scales, w_scales, group_step,
-    SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEP: tl.constexpr,
-    IN_FP8: tl.constexpr, BY_GROUP: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
-    """Return gate and up [rows, outputs]. Arguments are those of `_gates_weights_first`. Unused rows take row 0's
-    scales and are not stored."""
-    groups: tl.constexpr = SIZE // 128
-    steps: tl.constexpr = SIZE // STEP
-    gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    if BY_GROUP:
-        # one scale per 64 rows and 128 columns, read one step ahead
-        if BLOCK_N == 64:
-            gate_scales = w_scales + gate_row // 64 * groups
-        else:
-            gate_scales = w_scales + (gate_row // 64 + tl.arange(0, BLOCK_N) // 64) * groups
-        up_scales = gate_scales + WIDTH // 64 * groups
-        x_scale, gate_scale, up_scale = tl.load(x_scales), tl.load(gate_scales), tl.load(up_scales)
-    for step in range(steps):
-        inputs = tl.load(x + step * STEP, mask=inside[:, None], other=0.0)
-        gate_weights = w_desc.load([gate_row, step * STEP])
-        up_weights = w_desc.load([gate_row + WIDTH, step * STEP])
-        if IN_FP8:
-            gate_part = tl.dot(inputs, tl.trans(gate_weights))
-            up_part = tl.dot(inputs, tl.trans(up_weights))
-            if BY_GROUP:
-                following = tl.minimum(step + 1, steps - 1)
-                next_x_scale = tl.load(x_scales + following * group_step)
-                next_gate_scale, next_up_scale = tl.load(gate_scales + following), tl.load(up_scales + following)
-                if BLOCK_N == 64:
-                    gate += gate_part * (x_scale * gate_scale)[:, None]
-                    up += up_part * (x_scale * up_scale)[:, None]
-                else:
-                    gate += gate_part * (x_scale[:, None] * gate_scale[None, :])
-                    up += up_part * (x_scale[:, None] * up_scale[None, :])
-                x_scale, gate_scale, up_scale = next_x_scale, next_gate_scale, next_up_scale
-            else:
-                gate += gate_part
-                up += up_part
-        else:
-            if INTERPRETED:
-                inputs, gate_weights = inputs.to(tl.float32), gate_weights.to(tl.float32)
-                up_weights = up_weights.to(tl.float32)
-            gate = tl.dot(inputs, tl.trans(gate_weights), gate)
-            up = tl.dot(inputs, tl.trans(up_weights), up)
-    if IN_FP8 and not BY_GROUP:
-        row_scale = tl.load(x_scales)
-        gate *= row_scale[:, None] * tl.load(w_scales)[None, :]
-        up *= row_scale[:, None] * tl.load(w_scales + WIDTH)[None, :]
-    return gate, up
 
 
 @triton.jit(do_not_specialize=["first", "shared", "stride"])

@@ -287,6 +287,8 @@ ELSEWHERE = {
 } | {
     name: name
     for name in (
+        "gate_up_of_cells",
+        "activate_cells",
         "gate_up_of_few_rows",
         "down_of_few_rows",
         "down_of_one_row",

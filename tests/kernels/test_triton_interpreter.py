@@ -40,6 +40,7 @@ FILES = {
         "tests/kernels/delta_rule/test_recurrence.py",
         "tests/kernels/gemm/test_ordered_gemm.py",
         "tests/kernels/lora/test_few_rows.py",
+        "tests/kernels/lora/test_adapted_experts.py",
         "tests/kernels/lora/test_exact_lora.py",
         "tests/kernels/lora/test_latent_adapters.py",
     ),

@@ -112,11 +112,6 @@ class ExpertsShape:
         return (*self.gate_up.parts, *self.down.parts)
 
 
-def no_adapters(format: str) -> str:
-    """Return `ExpertsMethod.adapters_fault` of weights that are stored in `format`."""
-    return f"experts stored as {format} take no adapters; use a checkpoint in bf16, or leave lora.experts out"
-
-
 class ExpertsMethod(WeightMethod):
     """The weights of a layer's experts. `finish` is called once.
 
@@ -172,7 +167,7 @@ class ExpertsMethod(WeightMethod):
     @property
     def adapters_fault(self) -> str:
         """Why these weights have no `multiply_adapted`, with a remedy; "" if they have."""
-        return no_adapters(self.format)
+        return f"experts stored as {self.format} take no adapters; use a checkpoint in bf16, or leave lora.experts out"
 
     def multiply_adapted(
         self, x: Tensor, router: RouterLogits, adapters: ExpertAdapters, out: Tensor | None = None
@@ -276,6 +271,8 @@ class DenseExperts(ExpertsMethod):
         self, x: Tensor, router: RouterLogits, adapters: ExpertAdapters, out: Tensor | None = None
     ) -> Tensor:
         check_experts(x, router, self.shape.size, self.dtype, None, out)
+        if self._fused is not None:
+            return self._fused.multiply_adapted(x, router, adapters, out)
         gate_up, down = (matrix[: self.shape.num_experts] for matrix in self.dense_weights())
         chosen, weight = router.choose()
         chosen = local_expert_ids(chosen, self.shape.held)

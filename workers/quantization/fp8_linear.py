@@ -18,7 +18,6 @@ from aerie.kernels.kv.stored_values import FP8, FP8_MAX
 from aerie.workers.layers.experts_method import (
     DenseExperts,
     ExpertsShape,
-    no_adapters,
     shared_columns,
     shared_rows,
     with_shared,
@@ -253,10 +252,6 @@ class Fp8Experts(DenseExperts):
             self._dense = self._all_dequantised(gate_up, shape.gate_up), self._all_dequantised(down, shape.down)
             self.weights = nn.ParameterList()
         super().finish(options)
-
-    @property
-    def adapters_fault(self) -> str:
-        return "" if self._fused is None else no_adapters(self.format)
 
     def _keep(self, options: GEMMOptions) -> None:
         """Keep the experts in FP8: append the shared experts to the routed ones, and choose the kernels."""

@@ -226,7 +226,6 @@ def test_scales_are_those_of_peft(adapted: Adapted) -> None:
     ("architecture", "settings", "modules"),
     [
         ("Qwen3Moe", {}, ["q_proj", "mlp.gate"]),
-        ("DeepseekV3", {}, ["q_a_proj", "gate_proj", "up_proj", "down_proj"]),
         ("Qwen3Next", {}, ["in_proj_ba", "shared_expert_gate"]),
         ("Gemma4", {}, ["embed_tokens_per_layer"]),
     ],

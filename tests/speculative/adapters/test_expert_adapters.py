@@ -141,12 +141,24 @@ def test_captured_steps_serve_all_adapters(experts: Adapted) -> None:
 
 @pytest.mark.parametrize(
     ("architecture", "ranks", "whole"),
-    [("GptOss", 2, False), *slow(("GptOss", 1, False), ("GptOss", 2, True), ("GraniteMoe", 2, False))],
+    [
+        ("GptOss", 2, False),
+        *slow(
+            ("GptOss", 1, False),
+            ("GptOss", 2, True),
+            ("GraniteMoe", 2, False),
+            ("DeepseekV3", 1, False),
+            ("Glm4Moe", 2, True),
+        ),
+    ],
 )
 def test_families_stack_experts_in_their_own_ways(tmp_path: Path, architecture: str, ranks: int, whole: bool) -> None:
-    """gpt-oss: inputs first, rows of gate and up interleaved, biases, another activation."""
+    """gpt-oss: inputs first, rows of gate and up interleaved, biases, another activation. DeepSeek and GLM: beside
+    shared experts and dense layers."""
     target = make_target(tmp_path / "target", architecture=architecture, num_hidden_layers=2)
-    settings = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+    settings: dict[str, Any] = {"target_modules": ["gate_proj", "up_proj", "down_proj"]}
+    if architecture in ("GptOss", "GraniteMoe"):
+        settings = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
     adapter, prompts = make_adapter(tmp_path / "adapter", target, 3, **settings), prompts_of(37, 5)
     expected = merged_tokens(target, adapter, prompts, GREEDY.max_tokens, EOS)
     assert expected != merged_tokens(target, None, prompts, GREEDY.max_tokens, EOS)

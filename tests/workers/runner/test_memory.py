@@ -14,7 +14,7 @@ from aerie.attention.config import CacheConfig
 from aerie.attention.expansion import MAX_TOKENS, pays
 from aerie.kernels.kv.batches import ChunkLists
 from aerie.speculative.build import EngineSpec, plan_engine
-from aerie.workers.config import GraphCapture, ModelSource, SchedulerConfig, WorkerConfig
+from aerie.workers.config import GraphCapture, LoraConfig, ModelSource, SchedulerConfig, WorkerConfig
 from aerie.workers.distributed.tp_group import SOLO, TPGroup
 from aerie.workers.engine_layout import EngineLayout, snapshot_share
 from aerie.workers.runner.graphs.warm_up import largest_steps
@@ -248,6 +248,15 @@ def test_largest_steps_are_within_what_a_scheduler_plans(num_slots: int, tokens:
         entered |= set(slots)
     assert entered == set(range(num_slots))
     assert max(_num_tokens(plan) for _, plan in steps) == min(tokens, num_slots * (max_len - 2)) or tokens < num_slots
+
+
+@pytest.mark.parametrize("experts", [False, True])
+def test_experts_have_adapters_in_the_largest_steps(experts: bool) -> None:
+    """A pass with them uses more memory."""
+    layout = plan_engine(embedded_spec(TREE)).layout
+    steps = largest_steps(dataclasses.replace(layout, lora=LoraConfig(experts=experts)))
+    adapters = [init.adapter for _, plan in steps for init in plan.inits]
+    assert adapters and set(adapters) == {0 if experts else -1}
 
 
 def test_latent_rows_are_expanded_in_the_largest_steps(tmp_path: Path) -> None:

@@ -131,7 +131,8 @@ def _chunk_from(layout: EngineLayout, slot: int, start: int, count: int) -> tupl
     rest = SamplingParams(
         2, 1.0, top_p=0.9, frequency_penalty=0.1, logprobs=MAX_LOGPROBS, logit_bias={1: 0.1}, min_tokens=1
     )
-    init = SlotInit(slot, start, start + count, layout.max_model_len, rest)
+    adapter = 0 if layout.lora is not None and layout.lora.experts else -1  # experts with adapters use more memory
+    init = SlotInit(slot, start, start + count, layout.max_model_len, rest, adapter=adapter)
     return init, Chunk(slot, start, pack_i32([1] * count), -1, MAX_LOGPROBS if count > 1 else -1)
 
 
