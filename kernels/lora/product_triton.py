@@ -22,8 +22,9 @@ from aerie.kernels.lora.product import ROW_LIMITS, LoraTables
 from aerie.kernels.pdl import pdl_wait
 
 _NONE = tl.constexpr(1 << 30)  # beyond all indices
-_MAX_SPLITS = (16, 4, 1)  # by the class of rows: partial sums of many rows take memory and time
-_FIXED_SPLITS = 4  # of all numbers of rows, for a fixed order of sums
+_MAX_SPLITS = (16, 8, 1)  # by the class of rows: partial sums of many rows take memory and time
+_FIXED_SPLITS = 8  # of all numbers of rows, for a fixed order of sums
+_SPLIT_INPUTS = 1024  # least inputs of a split, except with few rows
 _SPLIT_STEP = 128  # the largest block_k
 _MAX_PROGRAMS = 16 * MULTIPROCESSORS  # a launch gets more lanes up to this number of programs
 SHRINK_STAGES = 3  # Triton's num_stages of the product with `down`
@@ -174,13 +175,21 @@ def lora_tiles(rows: int, inputs: int, outputs: int, num_parts: int, rank: int, 
     size = sum(rows > limit for limit in ROW_LIMITS)
     block_r = next(size for size in (64, 32, 16) if rank % size == 0)
     chunks = num_parts * rank // block_r
-    block_m, block_k = (16, 128) if size == 0 else (64, 64)
-    wide = size == 2 or (size == 0 and 2 * triton.cdiv(outputs, 128) >= MULTIPROCESSORS)
+    block_m, block_k = ((16, 128), (64, 128), (64, 64))[size]
+    wide = size > 0 or 2 * triton.cdiv(outputs, 128) >= MULTIPROCESSORS
     most, copies = (_FIXED_SPLITS, 1) if fixed else (_MAX_SPLITS[size], 4 if size else 1)
+    if fixed or size > 0:
+        most = min(most, triton.cdiv(inputs, _SPLIT_INPUTS))
     splits, step = max(1, min(most, MULTIPROCESSORS // (chunks * copies))), _SPLIT_STEP if fixed else block_k
     span = triton.cdiv(triton.cdiv(inputs, step), splits) * step
     return LoraTiles(
-        block_m, block_r, block_k, 128 if wide else 64, triton.cdiv(inputs, span), span, warps=8 if size else 4
+        block_m,
+        block_r,
+        block_k,
+        128 if wide else 64,
+        triton.cdiv(inputs, span),
+        span,
+        warps=8 if size == 2 or (size == 1 and rank > 64) else 4,
     )
 
 

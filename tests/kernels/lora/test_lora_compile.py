@@ -51,7 +51,8 @@ def test_the_kernels_fit_hopper(rows: int, rank: int, parts: tuple[int, ...], tm
     ):
         spilled, bytes_shared, ptx = compiled(kernel, tmp_path, POINTERS, chosen, warps, stages)
         is_wide = rank == 256 and parts[-1] > 8192
-        assert spilled <= (32 if is_wide else 0) and 2 * bytes_shared <= SHARED_PER_SM
+        is_fastest = rows == 256 and rank == 64  # with 8 warps, which spill nothing, it takes a quarter longer
+        assert spilled <= (32 if is_wide else 72 if is_fastest else 0) and 2 * bytes_shared <= SHARED_PER_SM
         assert "mma" in ptx, "tensor cores multiply"
 
 
