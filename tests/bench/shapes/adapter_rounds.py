@@ -1,11 +1,12 @@
 """Rounds of requests with LoRA adapters beside rounds without, with dummy weights.
 
     python -m tests.bench adapter_rounds [--model llama-3.1-8b] [--shapes plain tree] [--batches 1 8 32]
-                                         [--adapters 1 4 32] [--ranks 16 64] [--vocabulary]
+                                         [--adapters 1 4 32] [--ranks 16 64] [--vocabulary] [--experts]
 
 The median round in ms while all requests run, prompts of 512 tokens: in an engine without adapters, in one with
 adapters that no request uses, and with requests that share 1, 4 or 32 adapters of all linear layers; with
-`--vocabulary` also of embedding and head. Needs a GPU for figures that mean anything; `--tiny` tries it on a CPU.
+`--vocabulary` also of embedding and head; with `--experts` of routed experts and attention, in 8 layers of
+Qwen3-30B-A3B. Needs a GPU for figures that mean anything; `--tiny` tries it on a CPU.
 """
 
 import argparse
@@ -61,6 +62,60 @@ def write_adapter(folder: Path, size: Dimensions, rank: int, vocabulary: bool = 
     return folder
 
 
+MOE = Dimensions(2048, 32, 4, 128, 768, 151936, 0, 8)  # Qwen3-30B-A3B; mlp: width of an expert
+TINY_MOE = Dimensions(64, 4, 2, 16, 48, 256, 0, 2)
+NUM_EXPERTS = {MOE: 128, TINY_MOE: 8}
+
+
+def write_moe(folder: Path, size: Dimensions) -> None:
+    """Write config.json of a Qwen3 with experts; the weights are dummies."""
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": size.hidden,
+        "num_attention_heads": size.heads,
+        "num_key_value_heads": size.kv_heads,
+        "head_dim": size.head_dim,
+        "moe_intermediate_size": size.mlp,
+        "intermediate_size": size.mlp,
+        "num_experts": NUM_EXPERTS[size],
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "num_hidden_layers": size.layers,
+        "vocab_size": size.vocab,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 8192,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "target").mkdir()
+    (folder / "target" / "config.json").write_text(json.dumps(config))
+
+
+def write_expert_adapter(folder: Path, size: Dimensions, rank: int) -> Path:
+    """Write a random adapter of attention and routed experts, these as peft wraps stacked parameters."""
+    folder.mkdir()
+    count, heads, kv = NUM_EXPERTS[size] * rank, size.heads * size.head_dim, size.kv_heads * size.head_dim
+    shapes = {  # ranks, inputs, outputs
+        "self_attn.q_proj": (rank, size.hidden, heads),
+        "self_attn.k_proj": (rank, size.hidden, kv),
+        "self_attn.v_proj": (rank, size.hidden, kv),
+        "self_attn.o_proj": (rank, heads, size.hidden),
+        "mlp.experts.base_layer": (count, size.hidden, 2 * size.mlp),
+        "mlp.experts": (count, size.mlp, size.hidden),
+    }
+    tensors = {}
+    for name, (ranks, inputs, outputs) in shapes.items():
+        down, up = torch.randn(ranks, inputs) * inputs**-0.5, torch.randn(outputs, ranks) * 0.01
+        for layer in range(size.layers):
+            module = f"base_model.model.model.layers.{layer}.{name}"
+            tensors |= {f"{module}.lora_A.weight": down.bfloat16(), f"{module}.lora_B.weight": up.bfloat16()}
+    save_file(tensors, str(folder / "adapter_model.safetensors"))
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "peft_version": "0.21.2"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
 def round_ms(spec: EngineSpec, batch: int, setting: Setting, counts: Sequence[int]) -> list[float]:
     """Return ms per round with each number of adapters, in one engine."""
     prompts = random_prompts(spec.worker.model, batch, setting.prompt_tokens)
@@ -76,29 +131,43 @@ def round_ms(spec: EngineSpec, batch: int, setting: Setting, counts: Sequence[in
     return found
 
 
+def written(folder: Path, name: str, arguments: argparse.Namespace) -> dict[int, Path]:
+    """Write the target, and an adapter of each rank. Return their folders by rank."""
+    if arguments.experts:
+        size = TINY_MOE if arguments.tiny else MOE
+        write_moe(folder, size)
+        return {rank: write_expert_adapter(folder / f"rank-{rank}", size, rank) for rank in arguments.ranks}
+    write_checkpoints(folder, name)
+    return {
+        rank: write_adapter(folder / f"rank-{rank}", MODELS[name], rank, arguments.vocabulary)
+        for rank in arguments.ranks
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_engine_options(parser, ["plain", "tree"], [1, 8, 32])
     parser.add_argument("--adapters", type=int, nargs="+", default=[1, 4, 32])
     parser.add_argument("--ranks", type=int, nargs="+", default=[16, 64])
     parser.add_argument("--vocabulary", action="store_true")
+    parser.add_argument("--experts", action="store_true")
     arguments = parser.parse_args()
     setting = Setting(40, 24) if arguments.tiny else Setting(output_tokens=128)
     name, rows = model_of(arguments), []
+    title = (
+        f"experts of {'a tiny model' if arguments.tiny else 'qwen3-30b-a3b, 8 layers'}" if arguments.experts else name
+    )
     with tempfile.TemporaryDirectory() as given:
         folder = Path(given)
-        write_checkpoints(folder, name)
-        paths = {
-            rank: write_adapter(folder / f"rank-{rank}", MODELS[name], rank, arguments.vocabulary)
-            for rank in arguments.ranks
-        }
+        paths = written(folder, name, arguments)
         for shape in arguments.shapes:
             for batch in arguments.batches:
                 spec = engine_spec(folder, shape, batch, setting, 1, True)
                 (without,) = round_ms(spec, batch, setting, [0])
                 for rank, path in paths.items():
                     counts = [0, *(count for count in arguments.adapters if count <= batch)]
-                    lora = LoraConfig({f"a{i}": str(path) for i in range(counts[-1])}, max(1, counts[-1]), rank)
+                    modules = {f"a{i}": str(path) for i in range(counts[-1])}
+                    lora = LoraConfig(modules, max(1, counts[-1]), rank, experts=arguments.experts)
                     adapted = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, lora=lora))
                     for count, ms in zip(counts, round_ms(adapted, batch, setting, counts), strict=True):
                         rows.append(
@@ -110,7 +179,9 @@ def main() -> None:
     titles = ["shape", "batch", "rank", "adapters", "without, ms", "with, ms", "ratio"]
     print(*table(titles, rows), sep="\n")
     print(
-        json.dumps({"bench": "adapter_rounds", "hardware": hardware(), "commit": commit(), "model": name, "rows": rows})
+        json.dumps(
+            {"bench": "adapter_rounds", "hardware": hardware(), "commit": commit(), "model": title, "rows": rows}
+        )
     )
 
 
