@@ -47,6 +47,7 @@ FAMILY_SETTINGS: dict[str, dict[str, Any]] = {
     "Qwen3Next": HYBRID | MOE | {"num_experts": 6, "shared_expert_intermediate_size": 32},
     "Qwen2Moe": MOE | {"num_experts": 6, "shared_expert_intermediate_size": 32, "num_hidden_layers": 4},
     "Phi3": {"pad_token_id": 0, "num_hidden_layers": 4},
+    "SmolLM3": {"pad_token_id": 0, "num_hidden_layers": 4},
     "Mistral": {"num_hidden_layers": 4},
     "Ministral": {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "Gemma2": {"num_hidden_layers": 4, "sliding_window": 12, "query_pre_attn_scalar": 24},

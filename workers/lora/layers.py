@@ -16,14 +16,11 @@ from aerie.kernels.gemm.host_weight import HostWeight
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.lora.product import RANK_STEP, LoraTables, RowAdapters, add_lora
 from aerie.kernels.norm.norm import silu_mul
-from aerie.workers.layers.attention import Attention
 from aerie.workers.layers.forward_context import ForwardContext, RowIndex
-from aerie.workers.layers.gated_delta_net import GatedDeltaNet
-from aerie.workers.layers.latent_attention import LatentAttention
-from aerie.workers.layers.linear import LinearBase, ReplicatedLinear
+from aerie.workers.layers.linear import LinearBase
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part
-from aerie.workers.layers.moe import GatedMLP, MixtureOfExperts
-from aerie.workers.layers.vocab import VocabEmbedding
+from aerie.workers.layers.moe import MixtureOfExperts
+from aerie.workers.layers.vocab import LMHead, VocabEmbedding
 from aerie.workers.models.decoder import Decoder
 
 EMBEDDING, HEAD = "embed_tokens", "lm_head"  # paths of a target's layers of the vocabulary
@@ -131,7 +128,9 @@ class AdapterRows(RowIndex):
 
     def lora_indices(self, num_rows: int) -> Tensor:
         """Return [num_rows] int32: the index in the tables of each row's adapter; -1: none. num_rows: all rows of the
-        pass, or those that attend in its last layer."""
+        pass, or those that attend in its last layer. Raises ValueError for another number."""
+        if num_rows not in self._indices:  # at the start, whose first steps have adapters
+            raise ValueError("lora: a layer of this model multiplies more rows than the step's; leave lora out")
         return self._indices[num_rows]
 
     def other_ranks(self, num_rows: int | None, owners: Tensor) -> Tensor:
@@ -154,26 +153,18 @@ class AdapterRows(RowIndex):
 
 
 def adaptable_layers(model: nn.Module) -> dict[str, LinearBase | VocabEmbedding]:
-    """Return the layers of a target or draft that adapters may change, by path: the projections of attention, recurrent
-    layers, gated MLPs and shared experts, a target's embedding and vocabulary head, and a draft's `fc`. Others have
-    kernels that skip `LinearMethod.multiply`, such as routed experts."""
+    """Return the layers of a target or draft that adapters may change, by path: all linear layers, and a target's
+    embedding and vocabulary head. Routed experts, routers and convolutions are none."""
     layers: dict[str, LinearBase | VocabEmbedding] = {}
     for path, module in model.named_modules():
-        if isinstance(module, Attention | LatentAttention | GatedDeltaNet | GatedMLP):
-            layers |= _linear_layers(path, module)
-        if isinstance(module, MixtureOfExperts):
-            for shared in module.joined:
-                layers |= _linear_layers(f"{path}.shared_experts", shared)
-    if isinstance(projection := dict(model.named_children()).get("fc"), ReplicatedLinear):
-        layers["fc"] = projection
+        if isinstance(module, LinearBase) and not isinstance(module, LMHead):
+            layers[path] = module
+        for shared in module.joined if isinstance(module, MixtureOfExperts) else ():
+            children = shared.named_children()
+            layers |= {f"{path}.shared_experts.{name}": each for name, each in children if isinstance(each, LinearBase)}
     if isinstance(model, Decoder):
         layers |= {EMBEDDING: model.embed_tokens, HEAD: model.lm_head}
     return layers
-
-
-def _linear_layers(path: str, module: nn.Module) -> dict[str, LinearBase]:
-    """Return the linear layers of a module at `path`, by their paths."""
-    return {f"{path}.{name}": each for name, each in module.named_children() if isinstance(each, LinearBase)}
 
 
 def checked_layers(model: nn.Module, title: str) -> dict[str, LinearBase | VocabEmbedding]:
@@ -237,12 +228,15 @@ class AdaptedMethod(LinearMethod):
         assert isinstance(x, Tensor), "fp8_inputs is None in a pass with adapters"
         return add_lora(self.inner.multiply(x, bias, out), x, self.tables, self._rows.lora_indices(x.shape[0]))
 
-    def launch_kernels(self, num_rows: int, bias: Tensor | None, gated: bool) -> None:
+    def launch_kernels(self, num_rows: int, bias: Tensor | None) -> None:
         """Launch what a pass with adapters launches for `num_rows` rows. bias: the layer's."""
         x = torch.zeros(num_rows, self.shape.in_features, dtype=self.dtype, device=self.tables.up.device)
+        sizes = [part.rows.size for part in self.shape.parts]
         with self._rows.without_adapters(num_rows):
             for added in {id(each): each for each in (bias, None)}.values():
-                self.multiply_gated(x) if gated else self.multiply(x, added)
+                self.multiply(x, added)
+            if bias is None and len(sizes) == 2 and sizes[0] == sizes[1]:  # may be a gate and its values
+                self.multiply_gated(x)
 
     def _in_one_launch(
         self, x: Tensor | Fp8Rows, bias: Tensor | None, out: Tensor | None, gated: bool
@@ -267,7 +261,7 @@ class AdaptedMethod(LinearMethod):
 
     def multiply_mlp(self, x: Tensor | Fp8Rows, down: LinearMethod, out: Tensor | None = None) -> Tensor:
         if not self._rows.are_apart:
-            return self.inner.multiply_mlp(x, down.inner if isinstance(down, AdaptedMethod) else down, out)
+            return self.inner.multiply_mlp(x, down.base, out)
         return super().multiply_mlp(x, down, out)
 
     @property

@@ -14,7 +14,7 @@ from aerie.kernels.lora.product import VARIANT_ROWS, LoraTables
 from aerie.kernels.to_device import pinned
 from aerie.workers.config import LoraConfig
 from aerie.workers.layers.latent_attention import LatentUpProjection
-from aerie.workers.layers.linear import GateUpParallelLinear, LinearBase
+from aerie.workers.layers.linear import LinearBase
 from aerie.workers.layers.moe import Experts
 from aerie.workers.layers.vocab import LMHead, VocabEmbedding
 from aerie.workers.lora.adapter_config import draft_folder
@@ -141,7 +141,7 @@ class RankAdapters:
             assert isinstance(layer.method, AdaptedMethod), "of `_adapt`"
             most = self._max_head_rows if isinstance(layer, LMHead) else max(VARIANT_ROWS)
             for num_rows in sorted({min(rows, most) for rows in VARIANT_ROWS}):
-                layer.method.launch_kernels(num_rows, layer.bias, isinstance(layer, GateUpParallelLinear))
+                layer.method.launch_kernels(num_rows, layer.bias)
         launch_routed_experts(self._model)
         launch_head_products(self._model)
         launch_adapted_experts(self._model, self.row_index)

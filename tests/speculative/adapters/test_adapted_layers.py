@@ -32,6 +32,9 @@ MODULES: dict[str, tuple[str, ...]] = {
     "DeepseekV3": (*DEEPSEEK, *MLP),
     "DeepseekV2": ("q_proj", *DEEPSEEK[1:], *MLP),
     "Glm4MoeLite": (*DEEPSEEK, *MLP),
+    "SmolLM3": (*ATTENTION, *MLP),  # served by transformers' modules
+    "Gemma4": (*ATTENTION, *MLP, "per_layer_input_gate", "per_layer_projection", "per_layer_model_projection"),
+    "Mixtral": ATTENTION,
     "GraniteMoeShared": (*ATTENTION, "shared_mlp.input_linear", "shared_mlp.output_linear"),
 }
 
@@ -78,6 +81,7 @@ METHODS: dict[str, SpeculativeConfig | None] = {
         ("Qwen3_5", "tree", 1),
         ("Qwen3Next", "chain", 2),
         ("DeepseekV3", "tree", 2),
+        ("SmolLM3", "none", 1),
         *slow(*(("Qwen3_5", method, ranks) for method in ("none", "suffix", "chain") for ranks in (1, 2))),
         *slow(("Qwen3Next", "none", 1), ("Qwen3Next", "tree", 2)),
         *slow(*((name, "none", 2) for name in ("Glm4Moe", "Glm4MoeLite", "GraniteMoeShared", "Qwen2Moe"))),
@@ -86,6 +90,8 @@ METHODS: dict[str, SpeculativeConfig | None] = {
             ("DeepseekV3", "suffix", 1),
             ("DeepseekV3", "chain", 2),
             ("DeepseekV2", "tree", 1),
+            ("Gemma4", "none", 2),
+            ("Mixtral", "suffix", 1),
         ),
     ],
 )

@@ -21,6 +21,7 @@ from aerie.workers.models.gguf.folder import checkpoint_folder
 from tests.speculative.adapters.conftest import GREEDY, Adapted, of
 from tests.speculative.conftest import EOS
 from tests.support.int_checkpoints import Recipe, awq, gptq, int_quantized, pack_quantized, quantise
+from tests.support.known_models import make_known
 from tests.support.slow import slow
 from tests.support.targets.adapters import make_adapter, merged_tokens
 from tests.support.targets.gguf_files import write_gguf
@@ -244,7 +245,8 @@ def test_layers_that_adapters_cannot_change_are_refused_by_name(
 
 
 def test_models_without_such_layers_refuse_adapters(tmp_path: Path) -> None:
-    source = ModelSource(path=str(make_target(tmp_path)), device="cpu", implementation="transformers")
-    spec = spec_of(tmp_path, LoraConfig(), model=source)
+    """GPT-2's products are no linear layers of transformers."""
+    make_known(tmp_path, "gpt2")
+    spec = spec_of(tmp_path, LoraConfig())
     with pytest.raises(ValueError, match="has no layers that adapters may change"):
         check_weights(spec, plan_engine(spec))

@@ -174,7 +174,9 @@ def test_joined_shared_experts_take_adapters(kind: str, num_shared: int, gated: 
             tables = lora_tables(2, 16, each.shape.in_features, parts, outputs, HALF, DEVICE)
             each.method = AdaptedMethod(each.method, tables, index)
     slots = torch.tensor([0, 1, 2, 0, 1], dtype=torch.int32, device=DEVICE)
-    context = cast(ForwardContext, SimpleNamespace(row_slots=slots, last=None, attending_rows=lambda each: each))
+    context = cast(
+        ForwardContext, SimpleNamespace(row_slots=slots, last=None, expanded=None, attending_rows=lambda each: each)
+    )
     x = torch.randn(5, ours.experts.shape.size, generator=torch.Generator().manual_seed(0)).to(DEVICE, HALF)
     index.enter(context, False)
     before = ours.partial(x)

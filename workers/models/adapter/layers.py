@@ -36,8 +36,9 @@ class Columns(ColumnParallelLinear):
     @property
     def weight(self) -> Tensor:
         """Return the weight of an unquantised layer, [this rank's outputs, inputs], because models read its dtype."""
-        assert isinstance(self.method, DenseLinearMethod)
-        return self.method.described()
+        method = self.method.base
+        assert isinstance(method, DenseLinearMethod)
+        return method.described()
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         out = super().forward(x.flatten(0, -2))

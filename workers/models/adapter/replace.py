@@ -50,9 +50,9 @@ class Merged(ColumnParallelLinear):
 
     def weight_of(self, index: int) -> Tensor:
         """Return the unquantised weight of one of the layers, because models read its dtype."""
-        assert isinstance(self.method, DenseLinearMethod)
-        part = self.shape.parts[index]
-        return self.method.described()[part.offset : part.offset + part.rows.size]
+        method, part = self.method.base, self.shape.parts[index]
+        assert isinstance(method, DenseLinearMethod)
+        return method.described()[part.offset : part.offset + part.rows.size]
 
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         return self.output_of(0, x)
