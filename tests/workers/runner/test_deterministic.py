@@ -12,7 +12,7 @@ from aerie.kernels.capability import Capability
 from aerie.kernels.delta_rule.tables import DeltaHeads
 from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.speculative.build import EngineSpec, plan_engine
-from aerie.workers.config import WorkerConfig
+from aerie.workers.config import LoraConfig, WorkerConfig
 from aerie.workers.models.adapter.layers import Leaf, LeafEmbedding
 from aerie.workers.runner.deterministic import checked_deterministic
 from tests.support.embedded import embedded_spec
@@ -51,6 +51,7 @@ def test_the_embedded_pair_can_be_served_deterministically() -> None:
             {},
             "attention.decode=trtllm: only triton",
         ),
+        (wanted(lora=LoraConfig(experts=True)), torch.bfloat16, {}, "lora.experts: .* set lora.experts: false"),
         (wanted(), torch.float32, {}, "dtype=float32: .* set dtype: bfloat16"),
         (wanted(), torch.bfloat16, {"hidden_size": 480}, "hidden_size of 480 on each rank: .* multiple of 64"),
         (wanted(tensor_parallel=4), torch.bfloat16, {}, "intermediate_size of 224 on each rank"),
