@@ -76,7 +76,9 @@ def place(config: AerieConfig, nodes: Sequence[NodeResources]) -> Placement:
     worker = RESOURCES[device]
     bundles = _bundles(worker, parallel.tensor_parallel, parallel.strategy)
     whole_engine = {key: sum(bundle.get(key, 0.0) for bundle in bundles) for key in worker}
-    strategy = parallel.strategy if parallel.strategy != "auto" else _pack(bundles, whole_engine, config, nodes)
+    strategy = (
+        parallel.strategy if parallel.strategy != "auto" else _auto_strategy(bundles, whole_engine, config, nodes)
+    )
     if not parallel.autoscaling:
         placed = _count_engines(bundles, strategy, nodes)
         if placed < parallel.min_replicas:
@@ -94,13 +96,19 @@ def _bundles(worker: Mapping[str, float], num_ranks: int, strategy: str) -> tupl
     return (engine, *workers)
 
 
-def _pack(
+def _auto_strategy(
     bundles: Sequence[Mapping[str, float]],
     whole_engine: Mapping[str, float],
     config: AerieConfig,
     nodes: Sequence[NodeResources],
 ) -> PlacedStrategy:
-    """Resolve the strategy "auto"."""
+    """Return the strategy that "auto" stands for: STRICT_PACK, with each engine on one node, if as many of the wanted
+    engines fit so as with PACK; else PACK, which may divide an engine among nodes. With autoscaling, where nodes may be
+    added: STRICT_PACK if any node has room for a whole engine.
+
+    bundles: resources of an engine's placement group.
+    whole_engine: their sum.
+    """
     if config.parallel.autoscaling:
         return "STRICT_PACK" if any(_holds(node, whole_engine) for node in nodes) else "PACK"
     strict = _count_engines(bundles, "STRICT_PACK", nodes)

@@ -138,8 +138,13 @@ class TreeShape(RoundShape):
 
 
 def max_nodes(num_steps: int, top_k: int, in_block: bool = False) -> int:
-    """Return the nodes of the whole candidate tree, including the root. in_block: see `TreeShape`; at most MAX_WIDTH
-    are counted."""
+    """Return the number of nodes that drafting proposes in all, including the root: the maximum width of a shape.
+
+    num_steps: levels. top_k: children of an expanded node.
+    in_block: one pass over a block drafts all levels, so all nodes of a level are expanded, and the result is at most
+        MAX_WIDTH. Otherwise each level takes a draft step, which expands the best top_k nodes of the level above
+        (EAGLE-2).
+    """
     if in_block:
         nodes, level = 1, 1
         for _ in range(num_steps):

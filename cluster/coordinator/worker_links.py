@@ -175,11 +175,12 @@ class WorkerLinks:
                 self.last_heartbeat[link.rank] = message
 
     def _answered(self, rank: int, answer: CommandAnswer) -> None:
-        """Keep a rank's answer to the current command; the last one completes the command."""
+        """Keep a rank's answer to the command in flight; the last rank's answer completes the command."""
         self._answers[rank] = answer
         if len(self._answers) == len(self._names):
             self._unanswered.popleft()
-            self._extra_s = 0.0
+            self._extra_s = 0.0  # steps have the usual limit again
+            # a rank sends no heartbeats while it executes a command
             self.last_heartbeat_s = [self._clock()] * len(self._names)
             self._on_answers([self._answers[rank] for rank in range(len(self._names))])
 

@@ -27,11 +27,13 @@ class AttentionLayer(nn.Module, ABC):
 
     @abstractmethod
     def partial(self, x: Tensor | Fp8Rows, angles: Angles, context: ForwardContext) -> Tensor:
-        """Return this rank's part of the output, as `RowParallelLinear.partial` does, and write the KV of all rows to
-        the pool.
+        """Return this rank's part of the output, to be summed over the ranks (see `RowParallelLinear.partial`), and
+        write the KV of all rows to the pool.
 
-        x: [rows, input size].
-        returns: [n, hidden_size] for the n rows that attend.
+        x: [rows, input size] in the model's dtype, or in the format `fp8_inputs`.
+        angles: RoPE angles of the rows.
+        context: page tables, lengths and KV slots of the pass.
+        returns: [n, hidden_size] for the n rows of `context.attending`, which is None for all rows.
         """
 
     def host_layer(self, gate_up: HostProduct, down: HostProduct, norm: Tensor, eps: float) -> HostLayer | None:
@@ -66,10 +68,12 @@ class FeedForward(nn.Module, ABC):
     def partial_of_sum(
         self, x: Tensor, residual: Tensor, norm: Norm, live: TokenSlots, group: TPGroup
     ) -> tuple[Tensor, Tensor] | None:
-        """Return `partial` of norm(x + residual), and x + residual; None without a fused kernel.
+        """Return `partial` of norm(x + residual), and x + residual, by one fused kernel; None if there is none for this
+        layer and batch.
 
-        x, residual: [rows, hidden_size], unchanged.
-        group: ranks whose parts of x are to be summed.
+        x, residual: [rows, hidden_size], unchanged; x is this rank's part of a sum.
+        live: marks padding rows, whose output is unused.
+        group: ranks over which x is to be summed first.
         """
         return None
 
@@ -109,7 +113,7 @@ class DecoderLayer(nn.Module):
         self, normed: Tensor | Fp8Rows, residual: Tensor, angles: Angles, context: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """Return this rank's part of the MLP's output and the residual stream before it: [n, hidden] each, for the n
-        rows that attend. The caller sums the parts and adds them to the stream in the next norm.
+        rows of `context.attending`. The caller sums the parts and adds them to the stream in the next norm.
 
         normed: [rows, hidden] the input norm's output, in the model's dtype or the attention's `fp8_inputs`.
         residual: [rows, hidden].
@@ -170,7 +174,7 @@ class LayerTail(nn.Module, ABC):
     def forward(self, stream: Tensor, layer_input: Tensor | None) -> Tensor:
         """Return the stream that enters the next layer; may write to `stream`.
 
-        stream: [n, hidden_size], of the rows that attend.
+        stream: [n, hidden_size], of the rows of `ForwardContext.attending`.
         layer_input: [n, size] this layer's output of the model's `LayerInputs`; None without.
         """
 

@@ -121,7 +121,10 @@ class LatentAttention(AttentionLayer):
     latent: size of a latent row without its RoPE part (`kv_lora_rank`).
     key_dim: size of a head's keys without the RoPE part (`qk_nope_head_dim`).
     rotated_dim: size of the RoPE part, which all heads share (`qk_rope_head_dim`).
+    value_dim: size of a head's values (`v_head_dim`).
     scale: factor on q . k.
+    _can_expand: whether the kernels can expand latent rows to keys and values, as prompt chunks use them: sizes of a
+        head are powers of two, at least 16.
     """
 
     def __init__(

@@ -22,7 +22,7 @@ from aerie.workers.models.config import ModelConfig
 class DecoderOutput:
     """Output of a pass.
 
-    hidden: [n, hidden_size] after the final norm, for the n rows that attend in the last layer.
+    hidden: [n, hidden_size] after the final norm, for the n rows of the last layer's `ForwardContext.attending`.
     captured: [rows, len(capture) * hidden_size], the concatenated residual streams at the inputs of the layers in
         `capture`; None if `capture` is empty. In `capture`, the number of layers means the output of the last layer,
         before the final norm.

@@ -25,7 +25,10 @@ BIAS = "bias"
 class PackedExperts(ExpertsMethod):
     """Stacked experts with low-bit weights.
 
-    stored: tensors of all experts, by part and kind; empty after `finish`.
+    scheme: the checkpoint's format. It names the kinds of tensors that a matrix consists of, such as codes and scales,
+        and allocates them.
+    kinds: those kinds, the ones that a checkpoint may have without effect, and BIAS for experts with biases.
+    stored: tensors of all experts, [experts, ...] by part (gate, up or down projection) and kind; empty after `finish`.
     biases: [experts, rows] of each part on this rank, in the model's dtype; empty without.
 
     A rank has whole groups of the down projection, and a width that is a multiple of 64. Gate and up rows are padded

@@ -46,6 +46,7 @@ class PlanBatches:
     group: the engine's ranks.
     tower: encodes images; None in engines that take none.
     adapters: None in engines without adapters.
+    _shifted: slots of requests whose rotary positions are not their token positions (M-RoPE after images).
     """
 
     def __init__(
@@ -67,13 +68,13 @@ class PlanBatches:
         self._tower = tower
         self._round_slots = _SlotIds("round slots", slots.device)
         self._draft_slots = _SlotIds("draft slots", slots.device)
-        self._shifted: set[int] = set()  # slots of requests with rotary positions of their own
+        self._shifted: set[int] = set()
 
-    def of(self, plan: StepPlan, entries: tuple[int, ...], failed: dict[int, Failure]) -> StepBatch:
+    def build(self, plan: StepPlan, entries: tuple[int, ...], failed: dict[int, Failure]) -> StepBatch:
         """Write the plan's new requests to their slots, and return the batch. Makes at most one copy to the device,
         which is asynchronous. A plan with new requests needs a collective over the group.
 
-        entries: `entries_of(plan)`.
+        entries: slots that emit tokens, `entries_of(plan)`.
         failed: receives the requests whose parameters raise an error, by number.
         """
         table, padding = self._slots, self._slots.padding_slot

@@ -251,7 +251,7 @@ class Worker:
             self._captures.want_masked()
         entries = entries_of(plan)
         failed, failed_requests = dict[int, Failure](), dict[int, Failure]()
-        batch = self._batches.of(plan, entries, failed_requests)
+        batch = self._batches.build(plan, entries, failed_requests)
         fill = functools.partial(self._fill_masks, plan, entries, failed) if batch.needs.masked else None
         tensors = self._strategy.step(batch, fill)
         if self._debug:

@@ -110,7 +110,8 @@ class InFlightStep:
     reason: why the rounds have this shape (`Reason`).
     with_prompt_logprobs: sequences with prompt log-probabilities in this step, in the plan's order.
     load: the step's work, for `StepTime`.
-    match_classes: [num_rounds] `Acceptance.classes`; None in engines that do not copy drafts.
+    match_classes: [num_rounds] `Acceptance.classes`: class of the length of the match that a draft was copied from;
+        None in engines that do not copy drafts.
     expected: predicted time; None without costs.
     is_change: whether the step's time says nothing about `load`: it encodes images, or its rounds draft another shape
         than they verify.

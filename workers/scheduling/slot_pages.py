@@ -23,6 +23,7 @@ class SlotPages(SlotLengths):
     weight_epoch: number of the ranks' weights; requests that get a slot from now on use pages of these weights only.
     saves: saved states of recurrent layers; None without such layers, or without a prefix cache.
     windows: windows of the slots; None without windowed layers.
+    nan_pages: pages that may hold NaN, which the ranks zero before their next use.
 
     A page may be freed while steps in flight still write to it, because ranks execute plans in order, and its next
     owner is in a later plan. Cached pages are below the committed length, where no step writes.
@@ -37,8 +38,10 @@ class SlotPages(SlotLengths):
         state_interval: int = 0,
         round_tokens: int = 1,
     ) -> None:
-        """state_interval: see `StateSaves.interval`; used only if the cache has snapshots.
-        round_tokens: see `SlotWindows`; used only if the allocator has window pages.
+        """state_interval: tokens between saved states of recurrent layers (`StateSaves.interval`); used only if the
+            cache has snapshots.
+        round_tokens: positions after the committed length that rounds in flight and the next one may write; used only
+            if the allocator has window pages.
         """
         super().__init__(num_slots)
         has_states = cache is not None and cache.snapshots is not None
@@ -54,7 +57,8 @@ class SlotPages(SlotLengths):
         self.weight_epoch = 0
         self.pages: list[list[int]] = [[] for _ in range(num_slots)]
         self._free_slots = list(range(num_slots))  # heap: the lowest slot first
-        self._updates: dict[tuple[int, int], int] = {}  # (slot, index in its table) -> page
+        # changes of the page tables that the next plan sends to the ranks: (slot, index in its table) -> page
+        self._updates: dict[tuple[int, int], int] = {}
         self.nan_pages = NaNPages()
 
     def reset(self) -> None:

@@ -61,7 +61,7 @@ class StepResults:
         self._take_masks(result)
         committed_before = self._advance(step, counts, now)
         if result.matches and self._shapes.model_free:
-            self._observe(step, seen, unpack_i32(result.matches).reshape(-1, 3))
+            self._record_matches(step, seen, unpack_i32(result.matches).reshape(-1, 3))
         num_drafted = self._record_acceptance(step, learnt, result.min_entropies)
         if self.step_time is not None and not step.is_change:
             expected_ms = step.expected.ms if step.expected is not None and step.num_rounds else 0.0
@@ -240,14 +240,21 @@ class StepResults:
         num_drafted: list[int] = np.where(round_accepted >= 0, slot_counts, 0).tolist()
         return num_drafted + [0] * (len(accepted) - count)
 
-    def _observe(self, step: InFlightStep, counts: npt.NDArray[np.int32], matches: npt.NDArray[np.int32]) -> None:
-        """Report the number of right copied drafts and the newest matches to the shape choice."""
-        slots, known = step.slots, np.full(len(step.sequences), -1, np.int64)
+    def _record_matches(
+        self, step: InFlightStep, counts: npt.NDArray[np.int32], matches: npt.NDArray[np.int32]
+    ) -> None:
+        """Report to the shape choice how many tokens of each copied draft were right, and the length of each request's
+        next match, by which it predicts the next draft.
+
+        counts: [n] emitted tokens of each entry; entries with 0 are not reported.
+        matches: [n, 3], see `StepTensors.matches`.
+        """
+        slots, classes = step.slots, np.full(len(step.sequences), -1, np.int64)  # -1: no draft, as after a prompt
         if step.match_classes is not None:
-            known[: step.num_rounds] = np.where(step.drafted > 0, step.match_classes, -1)
+            classes[: step.num_rounds] = np.where(step.drafted > 0, step.match_classes, -1)
         live = (self._slot_pages.number[slots] == step.numbers) & (counts > 0) & self._slot_pages.speculative[slots]
         self._shape_choice.acceptance.record_matches(
-            slots[live], step.numbers[live], known[live], counts[live], matches[live]
+            slots[live], step.numbers[live], classes[live], counts[live], matches[live]
         )
 
     def _count(self, result: StepResult, step: InFlightStep) -> None:

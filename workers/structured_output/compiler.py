@@ -132,9 +132,15 @@ def compiled(compiler: xgrammar.GrammarCompiler, grammar: Grammar) -> xgrammar.C
 
 
 def _with_bounded_whitespace(part: Any, any_whitespace: bool) -> Any:
-    """Bound the whitespace of the JSON schemas in a structural tag, as outside of tags. A schema's own bound has
-    priority. A tag cannot forbid whitespace in a JSON schema, so the schema is replaced with its grammar; so is one
-    with lengths."""
+    """Return a part of a structural tag with bounded whitespace in its JSON schemas, as outside of tags. A schema's own
+    bound has priority.
+
+    A schema is replaced with its grammar if it permits no whitespace, which a tag cannot express, or if it bounds the
+    lengths of strings (see `_json_grammar`).
+
+    part: the tag, or a list or object in it.
+    any_whitespace: permit whitespace, up to MAX_WHITESPACE.
+    """
     if isinstance(part, list):
         return [_with_bounded_whitespace(item, any_whitespace) for item in part]
     if not isinstance(part, dict):
@@ -151,6 +157,7 @@ def _with_bounded_whitespace(part: Any, any_whitespace: bool) -> Any:
 
 
 def _has_lengths(schema: str) -> bool:
+    """Return whether a JSON schema bounds the length of a string; True also for a property of that name."""
     return '"minLength"' in schema or '"maxLength"' in schema
 
 

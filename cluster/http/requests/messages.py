@@ -210,6 +210,7 @@ def ignored_by_model(body: CountTokensRequest, efforts: Efforts, parser: OutputP
 
 
 def _has_levels(efforts: Efforts) -> bool:
+    """Return whether the chat template has levels of effort, not only a switch. efforts: see `_effort`."""
     return efforts.get("low") != efforts.get("high")
 
 
@@ -219,8 +220,11 @@ def _switch(thinks: bool) -> str:
 
 
 def _effort(body: CountTokensRequest, efforts: Efforts) -> str | None:
-    """Return `thinking` and `output_config.effort` as a chat's reasoning_effort. Without a switch in the template, the
-    model decides whether to think."""
+    """Return the reasoning_effort of a chat with the effect of `thinking` and `output_config.effort`; None leaves it to
+    the model, also if the chat template cannot switch thinking on or off.
+
+    efforts: the template's variables, by each reasoning_effort that has an effect.
+    """
     level = body.output_config.effort if body.output_config is not None and _has_levels(efforts) else None
     if body.thinking is None:
         return level

@@ -201,8 +201,12 @@ class DFlashModel(DraftModel):
         raise NotImplementedError
 
     def after(self, block: Block, row: int, previous: Tensor, state: Tensor | None = None) -> Tensor:
-        """Return the logits of `row` after previous [B, k] int64 target ids: [B * k, shard size], newly allocated.
-        state: states of the paths to them."""
+        """Return the logits of a row after each of `previous`: [B * k, shard size], newly allocated.
+
+        row: row of the block, from 0.
+        previous: [B, k] int64 target ids.
+        state: [B * k, any] states of the paths to them, from `path_state`.
+        """
         return block.logits[:, row].repeat_interleave(previous.shape[1], dim=0)
 
     def path_state(self, state: Tensor | None, tokens: Tensor) -> Tensor | None:

@@ -88,7 +88,8 @@ class BlockDrafter(Drafter):
         self._trees.write_best(batch.slots, self._slots.bonus, candidates, shape.width)
 
     def _noisy_logits(self, batch: DraftBatch, block: Block) -> Tensor:
-        """Return the [B * num_steps, shard size] logits of all rows of the blocks, as `Drafter._scores` does."""
+        """Return the [B * num_steps, shard size] logits of all rows of the blocks, with the target's noise and filters
+        for random requests."""
         after = self._slots.seq_len[batch.slots].long().unsqueeze(1) + self._after
         return self._noisy(block.logits.flatten(0, 1), batch, after)
 
@@ -115,7 +116,7 @@ class BlockDrafter(Drafter):
     def _best_after(
         self, batch: DraftBatch, block: Block, depth: int, previous: Tensor, state: Tensor | None
     ) -> Tensor:
-        """Return the [B] target ids of the best tokens at `depth` after previous [B, 1]."""
+        """Return the [B] target ids of the best tokens at `depth` after previous [B, 1]. Arguments: `_scores_after`."""
         head = self._model
         if not self._scores_candidates(batch):
             return head.to_target(head.lm_head.shard.argmax(self._scores_after(batch, block, depth, previous, state)))
@@ -125,7 +126,7 @@ class BlockDrafter(Drafter):
     def _children(
         self, batch: DraftBatch, block: Block, depth: int, previous: Tensor, state: Tensor | None
     ) -> Children:
-        """Return the top_k tokens at `depth` after each of previous [B, k]."""
+        """Return the top_k tokens at `depth` after each of previous [B, k]. Arguments: `_scores_after`."""
         head = self._model
         if self._scores_candidates(batch):
             scores, ids = self._candidates_after(batch, block, depth, previous, state)
@@ -143,7 +144,8 @@ class BlockDrafter(Drafter):
     def _candidates_after(
         self, batch: DraftBatch, block: Block, depth: int, previous: Tensor, state: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """Return scores and target ids, [B * k, num_candidates], of a row's candidates after previous [B, k]."""
+        """Return scores and target ids, [B * k, num_candidates], of a row's candidates after previous [B, k].
+        Arguments: `_scores_after`."""
         scores, ids = self._model.candidates_after(block, depth - 1, previous, state)
         ids = self._model.to_target(ids)
         return self._noisy(scores, batch, self._positions(batch, depth, previous), ids), ids
@@ -159,8 +161,14 @@ class BlockDrafter(Drafter):
     def _scores_after(
         self, batch: DraftBatch, block: Block, depth: int, previous: Tensor, state: Tensor | None
     ) -> Tensor:
-        """Return [B * k, shard size] logits of tokens at `depth` after previous [B, k] int64, as `Drafter._scores`
-        does."""
+        """Return the logits of tokens at `depth` after each of `previous`: [B * k, shard size]. Known grammar masks are
+        applied; random requests have the target's noise and filters.
+
+        depth: tree level, from 1; row `depth` - 1 of the block predicts it.
+        previous: [B, k] int64 target ids.
+        state: [B * k, any] states of the paths to them, for heads that read whole paths (`DFlashModel.path_state`);
+            None for others.
+        """
         logits = self._model.after(block, depth - 1, previous, state)
         if batch.guidance is not None:
             batch.guidance.mask(logits, self._token_ids)

@@ -160,7 +160,7 @@ BORDERS = (
     Border("aerie.cluster.coordinator.worker_links:WorkerLinks.send", _of_plan, entered="plan_sent"),
     Border("aerie.cluster.transport.channel:RankChannel.receive", _of_result, left="plan_received"),
     Border("aerie.workers.slots:SlotTable.enter", _of_plan, entered="plan_uploaded", left="slots_set"),
-    Border("aerie.workers.runner.plan_batch:PlanBatches.of", _of_plan, left="batch_made"),
+    Border("aerie.workers.runner.plan_batch:PlanBatches.build", _of_plan, left="batch_made"),
     Border("aerie.workers.runner.worker:Worker.submit", _of_plan, left="launched"),
     Border("aerie.workers.runner.worker:Worker.ready", _of_ready, left="step_done"),
     Border("aerie.workers.runner.worker:Worker.take", _of_result, left="result_made"),

@@ -106,11 +106,11 @@ def test_slots_that_stay_the_same_are_the_same_tensor() -> None:
 def test_a_plan_is_one_copy_and_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rank, strategy, _ = worker(strict_device.DEVICE)
     with strict_device.strict_device(monkeypatch, slots_module) as copied:
-        rank._batches.of(first_plan(), (4,), {})
+        rank._batches.build(first_plan(), (4,), {})
         assert len(copied) == 1
-        rank._batches.of(later_plan(1), (4,), {})
+        rank._batches.build(later_plan(1), (4,), {})
         assert len(copied) == 2
-        rank._batches.of(StepPlan(0, 2, pack_i32([4]), 1, 20, next_shape=1, drafting=b"\0"), (4,), {})
+        rank._batches.build(StepPlan(0, 2, pack_i32([4]), 1, 20, next_shape=1, drafting=b"\0"), (4,), {})
         assert len(copied) == 2  # a round of the same requests brings nothing
 
 

@@ -23,7 +23,7 @@ from aerie.workers.models.adapter.survey import AttentionCall
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)  # of models
 
 
-class Columns(ColumnParallelLinear):
+class ColumnLinear(ColumnParallelLinear):
     """A linear layer sharded along its outputs: x [..., in] -> [..., out].
 
     gather: return the outputs of all ranks.
@@ -47,7 +47,7 @@ class Columns(ColumnParallelLinear):
         return out.view(*x.shape[:-1], out.shape[-1])
 
 
-class Rows(RowParallelLinear):
+class RowLinear(RowParallelLinear):
     """A linear layer sharded along its inputs: x [..., in] -> [..., out], summed over ranks.
 
     whole_inputs: x is not sharded.
@@ -147,21 +147,23 @@ class PagedAttention:
     layer: index in the KV pool.
     call: sizes are those of the whole model.
     rule: see `ModelConfig.score_rule`.
-    passing: holds the context of the pass.
+    running_pass: holds the context of the pass.
     """
 
-    def __init__(self, layer: int, call: AttentionCall, rule: ScoreRule, group: TPGroup, passing: "Passing") -> None:
-        self._layer, self._call, self._rule, self._passing = layer, call, rule, passing
+    def __init__(
+        self, layer: int, call: AttentionCall, rule: ScoreRule, group: TPGroup, running_pass: "RunningPass"
+    ) -> None:
+        self._layer, self._call, self._rule, self._pass = layer, call, rule, running_pass
         self._q = rank_span(call.num_heads, group, "num_attention_heads")
         self._kv = Span(*kv_head_span(call.num_kv_heads, group), call.num_kv_heads)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Any, **options: Any) -> Tensor:
         call, whole = self._call, q.shape[1] == self._q.total
-        angles = self._passing.still(call.cached_dim) if call.rotary is None else self._passing.deferred(q, k)
+        angles = self._pass.zero_angles(call.cached_dim) if call.rotary is None else self._pass.postponed_angles(q, k)
         q, k, v = (_padded(tensor, call.cached_dim) for tensor in (q, k, v))
         heads = _rows(q, self._q), (_rows(k, self._kv), _rows(v, self._kv))
         sinks = None if not self._rule.has_sinks else _own_sinks(options["s_aux"], self._q)
-        out = self._passing.attend(self._layer, *heads, angles, self._rule, sinks)[..., : call.value_dim]
+        out = self._pass.attend(self._layer, *heads, angles, self._rule, sinks)[..., : call.value_dim]
         if not whole or self._q.size == self._q.total:
             return out.contiguous().unsqueeze(0)  # some models (AFMoE) call `view` on it
         # the plan does not shard this layer's heads: the model expects all, but uses only this rank's
@@ -190,18 +192,25 @@ def _padded(heads: Tensor, size: int) -> Tensor:
     return nn.functional.pad(heads, (0, missing)) if missing else heads
 
 
-class Passing:
-    """The context of the running pass, and the RoPE angles for the KV pool.
+class RunningPass:
+    """The context of the running pass, and its RoPE angles.
+
+    Attention layers store rotated keys in the KV pool, and Aerie's kernels rotate and store in one launch. So where a
+    model calls attention right after its RoPE function, `postpone_rope` replaces that function: q and k stay
+    unrotated, and attention gets the function's angles with them (`postponed_angles`). Other models rotate themselves,
+    and their attention gets zero angles.
 
     sizes: head sizes in the KV pool.
+    _postponed: arguments of the last call of RoPE: q, k, cos and sin; () outside a pass.
     """
 
     def __init__(self, device: torch.device, sizes: Iterable[int]) -> None:
         self._context: ForwardContext | None = None
         zeros = {size: torch.zeros(1, size // 2, dtype=torch.float32, device=device) for size in sizes}
-        self._still = {size: (torch.ones_like(zero), zero) for size, zero in zeros.items()}
-        self._rotation: tuple[Tensor, ...] = ()
-        self._tables: dict[int, tuple[Tensor, Tensor, Tensor]] = {}  # by id: the model's cos, and our cos and sin
+        self._zero_angles = {size: (torch.ones_like(zero), zero) for size, zero in zeros.items()}
+        self._postponed: tuple[Tensor, ...] = ()
+        # by id of the model's cos, which layers share: that tensor, so that its id stays taken; our cos and sin
+        self._tables: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
         self._rows: dict[bool, Tensor] = {}
 
     @contextmanager
@@ -212,23 +221,29 @@ class Passing:
             yield
         finally:
             self._context = None
-            self._rotation = ()
+            self._postponed = ()
             self._tables.clear()
             self._rows.clear()
 
-    def defer(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any) -> tuple[Tensor, Tensor]:
-        """Return q and k unchanged. Replaces a model's RoPE function, `AttentionCall.rotary`."""
-        self._rotation = q, k, cos, sin
+    def postpone_rope(
+        self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *rest: Any, **named: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Return q and k unchanged, and keep the angles for attention. Replaces a model's RoPE function,
+        `AttentionCall.rotary`.
+
+        q, k: [1, heads, rows, size]. cos, sin: [1, rows, rotated size], of which the second half repeats the first.
+        """
+        self._postponed = q, k, cos, sin
         return q, k
 
     def live(self) -> TokenSlots | None:
         """Return the marks of the pass's padding rows; None outside a pass."""
         return None if self._context is None else self._context.token_slots
 
-    def deferred(self, q: Tensor, k: Tensor) -> Angles:
-        """Return the angles of the last `defer`, which had q and k."""
-        known_q, known_k, cos, sin = self._rotation
-        assert known_q is q and known_k is k, "as in the survey"
+    def postponed_angles(self, q: Tensor, k: Tensor) -> Angles:
+        """Return the angles with which the model would have rotated q and k, [rows, rotated size / 2] float32."""
+        known_q, known_k, cos, sin = self._postponed
+        assert known_q is q and known_k is k, "`survey` saw attention get the results of RoPE"
         if id(cos) not in self._tables:
             half = cos.shape[-1] // 2
             cosines, sines = (table[0, :, :half].float().contiguous() for table in (cos, sin))
@@ -236,9 +251,9 @@ class Passing:
         _, cosines, sines = self._tables[id(cos)]
         return Angles(cosines, sines, self._index(by_row=True))
 
-    def still(self, size: int) -> Angles:
+    def zero_angles(self, size: int) -> Angles:
         """Return zero angles, which change no bit, for heads of this size that the model has rotated."""
-        return Angles(*self._still[size], self._index(by_row=False))
+        return Angles(*self._zero_angles[size], self._index(by_row=False))
 
     def attend(
         self,

@@ -26,7 +26,7 @@ from aerie.workers.layers.vocab import LMHead, VocabEmbedding
 from aerie.workers.layers.weighted import Unweighted
 from aerie.workers.models.adapter.config import AdapterConfig, read_config, transformers_config, weight_names
 from aerie.workers.models.adapter.host_constants import HostConstants
-from aerie.workers.models.adapter.layers import Head, PagedAttention, Passing, own_tensors
+from aerie.workers.models.adapter.layers import Head, PagedAttention, RunningPass, own_tensors
 from aerie.workers.models.adapter.matching import Mark, RandomNumbers, copied, is_close, tensor_of
 from aerie.workers.models.adapter.replace import put_layers
 from aerie.workers.models.adapter.rotation import rebind
@@ -161,18 +161,18 @@ class TransformersModel(TargetModel):
         super().__init__()
         self.config, self.group, self.capture = config, group, capture
         theirs = make_model(transformers_config(json.loads(config.raw), config.architecture))
-        self._passing = Passing(device, {call.cached_dim for call in config.calls})
+        self._pass = RunningPass(device, {call.cached_dim for call in config.calls})
         self._host_constants = HostConstants(device)
         for layer, call in enumerate(config.calls):
-            paged = PagedAttention(layer, call, config.score_rule(layer), group, self._passing)
+            paged = PagedAttention(layer, call, config.score_rule(layer), group, self._pass)
             module = theirs.get_submodule(call.module)
             module.paged = paged
             if call.rotary is not None:
-                rebind(module, {call.rotary: self._passing.defer})
+                rebind(module, {call.rotary: self._pass.postpone_rope})
         head = theirs.get_output_embeddings()
         if not isinstance(head, nn.Linear):
             raise UnservableError(f"is a {type(theirs).__name__}, which has no vocabulary head")
-        put_layers(theirs, config, group, self._passing)
+        put_layers(theirs, config, group, self._pass)
         fuse_blocks(theirs, [call.module for call in config.calls])
         embedding = theirs.get_input_embeddings()
         assert isinstance(embedding, VocabEmbedding), "put there"
@@ -196,7 +196,7 @@ class TransformersModel(TargetModel):
     def forward(self, ids: Tensor, context: ForwardContext) -> DecoderOutput:
         """Return the hidden states of rows ids [rows] int64, and write their KV to the context's pool."""
         self._streams.clear()
-        with self._passing.over(context), self._host_constants.over_pass():
+        with self._pass.over(context), self._host_constants.over_pass():
             inputs = {"input_ids": ids.unsqueeze(0)}
             if context.inputs is not None:
                 inputs = {"inputs_embeds": context.embedded(self.embed_tokens(ids)).unsqueeze(0)}

@@ -13,7 +13,15 @@ from aerie.workers.distributed.tp_group import TPGroup
 from aerie.workers.layers.linear import ColumnParallelLinear, kv_head_span, rank_span
 from aerie.workers.layers.linear_method import DenseLinearMethod
 from aerie.workers.models.adapter.config import KV_PROJECTIONS, AdapterConfig, style_of
-from aerie.workers.models.adapter.layers import Columns, Embedding, Leaf, LeafEmbedding, Passing, Rows, own_tensors
+from aerie.workers.models.adapter.layers import (
+    ColumnLinear,
+    Embedding,
+    Leaf,
+    LeafEmbedding,
+    RowLinear,
+    RunningPass,
+    own_tensors,
+)
 from aerie.workers.models.adapter.matching import MLPMatch, gathers_experts, match_experts, match_gated_mlp, match_norm
 from aerie.workers.models.adapter.routers import (
     GatheringExperts,
@@ -91,18 +99,21 @@ class Part(nn.Module):
 class GatedMLP(nn.Module):
     """activation(gate(x)) * up(x), then the down projection. Its modules have the names of the checkpoint's.
 
+    match: the names of the projections and the activation.
+    linears: the model's projections by these names, for their sizes and biases.
     rows: this rank's outputs of the gate and up projections, or of the one projection that has both.
+    path: name of the MLP in the model, for errors.
     """
 
     def __init__(
-        self, match: MLPMatch, theirs: Mapping[str, nn.Linear], rows: Sequence[Span], group: TPGroup, path: str
+        self, match: MLPMatch, linears: Mapping[str, nn.Linear], rows: Sequence[Span], group: TPGroup, path: str
     ) -> None:
         super().__init__()
-        first = theirs[match.gates[0]]
+        first = linears[match.gates[0]]
         parts = dict(zip(match.gates, rows, strict=True))
         self._gates, self._down, self._activation = match.gates[0], match.down, match.activation
         self.add_module(self._gates, ColumnParallelLinear(first.in_features, parts, first.bias is not None))
-        self.add_module(self._down, Rows(theirs[match.down], group, f"{path}.{match.down}", whole_inputs=False))
+        self.add_module(self._down, RowLinear(linears[match.down], group, f"{path}.{match.down}", whole_inputs=False))
 
     def forward(self, x: Tensor) -> Tensor:
         gates: ColumnParallelLinear = self._modules[self._gates]  # type: ignore[assignment]
@@ -127,10 +138,10 @@ _ROWS = ("rowwise", "rowwise_split_input")
 _WHOLE = (None, "replicated_with_grad_allreduce", "mla_kv_a_proj")  # the last differs only in its gradient
 
 
-def put_layers(model: PreTrainedModel, config: AdapterConfig, group: TPGroup, passing: Passing) -> None:
+def put_layers(model: PreTrainedModel, config: AdapterConfig, group: TPGroup, running_pass: RunningPass) -> None:
     """Replace, in place, experts and their routers, gated MLPs, RMSNorms, linear layers and the token embedding; other
     modules with tensors become a `Leaf`. Raises UnservableError for an unknown style in the tensor-parallel plan."""
-    _Replacement(model, config, group, passing).run()
+    _Replacement(model, config, group, running_pass).run()
 
 
 class _Replacement:
@@ -140,9 +151,11 @@ class _Replacement:
     _kv_heads: number of K/V heads of each key and value projection, by path.
     """
 
-    def __init__(self, model: PreTrainedModel, config: AdapterConfig, group: TPGroup, passing: Passing) -> None:
+    def __init__(
+        self, model: PreTrainedModel, config: AdapterConfig, group: TPGroup, running_pass: RunningPass
+    ) -> None:
         self._model, self._config, self._group, self._plan = model, config, group, dict(config.plan)
-        self._live = passing.live
+        self._live = running_pass.live
         self._is_quantised = not isinstance(config.quant, Unquantized)
         self._kv_heads = {
             f"{call.module}.{name}": call.num_kv_heads for call in config.calls for name in KV_PROJECTIONS
@@ -257,11 +270,11 @@ class _Replacement:
         """Return the tensor-parallel layer that replaces a linear one, as transformers' plan shares it."""
         style, rows = self._style(path), self._rows_of(path)
         if rows is not None:
-            return Columns(linear, rows, self._group, gather=False)
+            return ColumnLinear(linear, rows, self._group, gather=False)
         if style in _COLUMNS:
-            return Columns(linear, rank_span(linear.out_features, self._group, path), self._group, gather=True)
+            return ColumnLinear(linear, rank_span(linear.out_features, self._group, path), self._group, gather=True)
         if style in _ROWS:
-            return Rows(linear, self._group, path, style == _ROWS[1])
+            return RowLinear(linear, self._group, path, style == _ROWS[1])
         raise UnservableError(f"shares {path} among ranks by {style!r}, which Aerie does not know")
 
 

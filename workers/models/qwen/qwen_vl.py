@@ -60,14 +60,15 @@ def _as_decoder(text: Mapping[str, Any], architecture: str) -> dict[str, Any]:
         own = {"architectures": [f"Qwen3{'Moe' * _has_experts(architecture)}ForCausalLM"], "use_sliding_window": False}
     else:
         own = {"architectures": ["Qwen2ForCausalLM"]}
-    fields = {"max_window_layers": 80} | _with_rope(text) | own
+    fields = {"max_window_layers": 80} | _with_default_rope(text) | own
     if architecture.startswith("Qwen3"):
         return with_mrope(fields, (24, 20, 20), interleaved=True)
     return with_mrope(fields, (16, 24, 24), interleaved=False)
 
 
-def _with_rope(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields with M-RoPE as a setting of RoPE, which older files list as a kind of it."""
+def _with_default_rope(text: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields with rope_type "default" in place of "mrope". Older files name M-RoPE as a type; newer ones add
+    its sections to the default type."""
     changed = dict(text)
     for key in _ROPE:
         scaling = text.get(key)
