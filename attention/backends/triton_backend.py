@@ -102,7 +102,7 @@ class TritonBackend(AttentionBackend):
             assert_not_captured(self.name, device, lambda: self.fixed_workspace(tiles, num_rows, head_dim, device))
             if held is not None:
                 self._outgrown.append(held)
-            self._workspaces[key] = DecodeWorkspace.merged_apart(num_rows, head_dim, device)
+            self._workspaces[key] = DecodeWorkspace.for_separate_merge(num_rows, head_dim, device)
         return self._workspaces[key]
 
 
@@ -140,10 +140,13 @@ class _PreparedDecode(Prepared):
 
 
 def _with_newest_columns(batch: DecodeBatch, fixed: bool) -> DecodeBatch:
-    """Remove from the masks of trees the columns that a window excludes, if trees are wider than the window.
+    """Return the batch with a sliding window applied to its trees: each node's mask has only the newest `window` nodes
+    of its path. Trees of at most `window` nodes need no change.
 
-    Kernels compute the oldest prefix position that a row sees from the number of its suffix columns. They do not know a
-    suffix column's position on the row's path, except in chains and in kernels that read paths in order (`fixed`).
+    Kernels apply the window to the prefix themselves, because they know how many nodes a row's path has. They do not
+    know which nodes of a tree come early on the path, except in chains.
+
+    fixed: the kernels of fixed plans know it, because they read paths in order.
     """
     if batch.window is None or batch.window >= batch.suffix_len or batch.is_causal or fixed:
         return batch
@@ -151,19 +154,29 @@ def _with_newest_columns(batch: DecodeBatch, fixed: bool) -> DecodeBatch:
 
 
 def plan_decode(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend) -> DecodePlan:
-    """Split the batch's contexts and assign the merges. Launches one small kernel."""
+    """Return the plan of a backend without a span: split the KV of requests into items (split-KV), so that programs
+    fill the device, and choose how the items' partial results are merged. Launches one small kernel.
+
+    shape: of the layers that the plan is for.
+    backend: has the workspace of the partial results.
+    """
     device = batch.prefix_len.device
     multiprocessors = _num_multiprocessors(device)
     tiles = shape.decode_tiles(batch.rows, batch.num_requests * shape.num_kv_heads / multiprocessors)
-    budget = multiprocessors * tiles.programs_per_sm // shape.columns(batch.rows, tiles)
+    budget = multiprocessors * tiles.programs_per_sm // shape.columns(batch.rows, tiles)  # items that run at a time
     items = plan_items(
         batch.prefix_len, batch.suffix_len, budget, tiles.min_span, tiles.block_n, MAX_SPLITS, batch.window
     )
-    num_splits = min(MAX_SPLITS, budget // batch.num_requests)
-    most = MERGED_AT_ONCE if shape.rotated is None else LATENT_MERGED_AT_ONCE
-    at_once = min(most, 1 << max(1, (num_splits - 1).bit_length()))
-    workspace = backend.workspace(tiles, shape.dim, device)
-    return DecodePlan(tiles, items, workspace, apart=num_splits > 1 and not tiles.whole, splits=at_once)
+    # The host does not know the lengths. With equal ones, each request has this many items.
+    usual_splits = min(MAX_SPLITS, budget // batch.num_requests)
+    max_at_once = MERGED_AT_ONCE if shape.rotated is None else LATENT_MERGED_AT_ONCE
+    return DecodePlan(
+        tiles,
+        items,
+        backend.workspace(tiles, shape.dim, device),
+        merges_separately=usual_splits > 1 and not tiles.rarely_splits,
+        merged_at_once=min(max_at_once, 1 << max(1, (usual_splits - 1).bit_length())),
+    )
 
 
 def plan_fixed(batch: DecodeBatch, shape: LayerShape, backend: TritonBackend, page_size: int) -> DecodePlan:

@@ -115,7 +115,8 @@ class LayerShape:
         return base if base is None or self.rotated is None else base // 2
 
     def columns(self, rows: int, tiles: DecodeTiles) -> int:
-        """Return the number of programs that share an item, for requests of `rows` rows."""
+        """Return the number of programs that compute one item: one for each KV head and block of query rows. rows: rows
+        per request."""
         return self.num_kv_heads * -(-rows * self.group // tiles.block_m)
 
 

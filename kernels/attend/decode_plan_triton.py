@@ -25,7 +25,7 @@ class DecodeTiles:
     warps, stages: Triton's num_warps and num_stages.
     programs_per_sm: target number of items per multiprocessor after splitting.
     min_span: minimum length of an item of a split request, up to rounding.
-    whole: requests are rarely split, so the programs that finish last merge, without another launch.
+    rarely_splits: requests are rarely split, so the programs that finish last merge, without another launch.
     """
 
     block_m: int
@@ -34,7 +34,7 @@ class DecodeTiles:
     stages: int
     programs_per_sm: int
     min_span: int
-    whole: bool = False
+    rarely_splits: bool = False
 
     def merge_slice(self, head_dim: int) -> int:
         """Return the number of head dimensions merged at a time, so that FAN partial results take 64 registers per
@@ -93,7 +93,7 @@ def _tiles_of_few(packed_rows: int, density: float) -> DecodeTiles:
     if packed_rows < 64:
         return DecodeTiles(64, 32, 4, 4, 2, 64)
     if density * triton.cdiv(packed_rows, 64) >= FULL_DENSITY:
-        return DecodeTiles(64, 64, 4, 3, 2, MIN_SPAN_OF_FULL, whole=True)
+        return DecodeTiles(64, 64, 4, 3, 2, MIN_SPAN_OF_FULL, rarely_splits=True)
     return DecodeTiles(64, 64, 4, 3, 2, 128)
 
 
@@ -165,7 +165,7 @@ class DecodeWorkspace:
         )
 
     @staticmethod
-    def merged_apart(num_rows: int, head_dim: int, device: torch.device) -> "DecodeWorkspace":
+    def for_separate_merge(num_rows: int, head_dim: int, device: torch.device) -> "DecodeWorkspace":
         """Allocate `num_rows` rows of partials for a plan that merges in a second kernel."""
         return DecodeWorkspace(
             torch.empty(num_rows * head_dim, dtype=torch.float32, device=device),
@@ -180,8 +180,9 @@ class DecodePlan:
     """The plan of a pass, shared by all layers.
 
     items: from `plan_items`, with a budget of at most num_programs of the workspace / columns.
-    apart: merge in a second kernel, up to `splits` partials at a time.
-    fixed: a row's bits depend on its own path only. Needs `apart` and items from `plan_whole_spans`,
+    merges_separately: a second kernel merges the partials of a request; else the programs that finish last do.
+    merged_at_once: partials of a request that the second kernel loads at a time, a power of two.
+    fixed: a row's bits depend on its own path only. Needs `merges_separately` and items from `plan_whole_spans`,
         over latent rows from `plan_spans`.
     span: base size of a fixed plan's spans, in tokens.
     leads: in a fixed plan, a request's leading item adds the results of its spans.
@@ -191,8 +192,8 @@ class DecodePlan:
     tiles: DecodeTiles
     items: Items
     workspace: DecodeWorkspace
-    apart: bool
-    splits: int
+    merges_separately: bool
+    merged_at_once: int
     fixed: bool = False
     span: int = 0
     leads: bool = False

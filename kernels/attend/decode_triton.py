@@ -29,7 +29,7 @@ from torch import Tensor
 from aerie.kernels.attend.decode_plan_triton import FAN, DecodePlan, partial_rows
 from aerie.kernels.attend.fixed.path_triton import finish_paths
 from aerie.kernels.attend.fixed.spans_triton import finished, fold, folded, span_of, span_start
-from aerie.kernels.attend.merge_states_triton import merge_apart, store_item
+from aerie.kernels.attend.merge_states_triton import launch_merge, store_item
 from aerie.kernels.attend.online_softmax_triton import SUM_COLUMNS, accumulate, both, load_queries, score_tile
 from aerie.kernels.attend.scores import LOG2_E, ScoreRule
 from aerie.kernels.attend.scores_triton import cap_scales, sink_scores, soft_capped
@@ -295,12 +295,12 @@ def attend_decode(
         workspace.part, workspace.lse, workspace.sums, workspace.tickets, *scales, *strides,
         batch.page_table.stride(0), batch.suffix_len, workspace.tickets.shape[0] // 2, sinks, plan.span,
         **constants, PAGE=page_size, BLOCK_M=tiles.block_m, SLICE=tiles.merge_slice(head_dim), FAN=FAN,
-        APART=plan.apart, PATHS=plan.paths is not None, FIXED=plan.fixed, LEADS=plan.leads,
+        APART=plan.merges_separately, PATHS=plan.paths is not None, FIXED=plan.fixed, LEADS=plan.leads,
         SPANS=batch.suffix_len > MASK_BITS, num_warps=tiles.warps, num_stages=tiles.stages,
         **pdl_wait(q.device, early),
     )  # fmt: skip
     if plan.paths is not None:
         finish_paths(q, kv, batch, plan, (*scales, *strides, sinks), out, constants)
-    elif plan.apart:
-        merge_apart(out, batch, plan, shape, part_m, workspace.part, workspace.sums if plan.leads else None)
+    elif plan.merges_separately:
+        launch_merge(out, batch, plan, shape, part_m, workspace.part, workspace.sums if plan.leads else None)
     return out

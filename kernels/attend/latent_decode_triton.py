@@ -27,7 +27,7 @@ from aerie.kernels.attend.latent_tile_triton import (
     score_latent_pairs,
     score_latent_tile,
 )
-from aerie.kernels.attend.merge_states_triton import merge_apart, store_item
+from aerie.kernels.attend.merge_states_triton import launch_merge, store_item
 from aerie.kernels.attend.scores import LOG2_E
 from aerie.kernels.attend.split_kv_triton import ITEM_FIELDS
 from aerie.kernels.attend.tree_mask_triton import oldest_seen, path_tile
@@ -248,7 +248,7 @@ def attend_latent(
         COLUMNS=columns,
         SLICE=tiles.merge_slice(latent),
         FAN=FAN,
-        APART=plan.apart,
+        APART=plan.merges_separately,
         PATHS=plan.fixed and not batch.is_causal,
         FIXED=plan.fixed,
         PART_M=part_m,
@@ -261,9 +261,9 @@ def attend_latent(
         enable_fp_fusion=not plan.fixed,
         **pdl_wait(q.device, early),
     )
-    if plan.apart:
+    if plan.merges_separately:
         shape = {"ROWS": batch.rows, "GROUP": heads, "KV_HEADS": 1, "D": latent, "COLUMNS": columns}
-        merge_apart(out, batch, plan, shape, part_m, part)
+        launch_merge(out, batch, plan, shape, part_m, part)
     return out
 
 
@@ -271,4 +271,4 @@ def _partials(plan: DecodePlan, dtype: torch.dtype) -> Tensor:
     """Return the memory for partials: float32, but float16 if a second kernel merges them to bfloat16 (8 significant
     bits; float16 has 11). That halves the bytes. dtype: of results."""
     part = plan.workspace.part
-    return part.view(torch.float16) if dtype == torch.bfloat16 and plan.apart and not plan.fixed else part
+    return part.view(torch.float16) if dtype == torch.bfloat16 and plan.merges_separately and not plan.fixed else part

@@ -24,11 +24,11 @@ def merge_rows(
     D: tl.constexpr,
     BLOCK_M: tl.constexpr,
     COLUMNS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    AT_ONCE: tl.constexpr,
     MAX_SPLITS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Merge the partial results of one query row and query head, SPLITS partials at a time.
+    """Merge the partial results of one query row and query head, AT_ONCE partials at a time.
 
     part_ptr: [partials, COLUMNS, BLOCK_M, D] results of items, each normalised by its own sum.
     lse_ptr: [partials, COLUMNS, BLOCK_M] float32, log2 of the sums of weights.
@@ -57,8 +57,8 @@ def merge_rows(
         origin = tl.where(top == float("-inf"), 0.0, top)
         total = tl.sum(tl.exp2(lses - origin), 0)
         acc = tl.zeros([D], tl.float32)
-        for start in range(0, count, SPLITS):
-            i = start + tl.arange(0, SPLITS)
+        for start in range(0, count, AT_ONCE):
+            i = start + tl.arange(0, AT_ONCE)
             partial = base + i * stride
             lse = tl.load(lse_ptr + partial, mask=i < count, other=float("-inf"), cache_modifier=".cg")
             part = tl.load(
@@ -293,7 +293,7 @@ def store_item(
             )  # fmt: skip
 
 
-def merge_apart(
+def launch_merge(
     out: Tensor,
     batch: DecodeBatch,
     plan: DecodePlan,
@@ -314,7 +314,7 @@ def merge_apart(
             plan.items.requests,
             **shape,
             BLOCK_M=part_m,
-            AT_ONCE=plan.splits,
+            AT_ONCE=plan.merged_at_once,
             num_warps=max(1, head_dim // 128),
             enable_fp_fusion=False,
             **pdl_wait(out.device),
@@ -327,8 +327,8 @@ def merge_apart(
         plan.items.requests,
         **shape,
         BLOCK_M=part_m,
-        SPLITS=plan.splits,
+        AT_ONCE=plan.merged_at_once,
         MAX_SPLITS=MAX_SPLITS,
-        num_warps=min(4, max(1, plan.splits * head_dim // 2048)),
+        num_warps=min(4, max(1, plan.merged_at_once * head_dim // 2048)),
         **pdl_wait(out.device),
     )

@@ -349,10 +349,10 @@ def _run(
 ) -> None:
     """Launch the three kernels for rounds or for chunks. Arguments that only the other kind reads are placeholders."""
     heads, device, num_rows = kept.heads, out.device, out.shape[0]
-    path, pending_rows = kept.committed.shape[1], kept.pending.shape[1]
+    path, pending_rows = kept.committed.shape[1], kept.pending.shape[1]  # maximum nodes of a path, and of a tree
     if isinstance(tables, RoundTables):
         num_sequences, width = tables.mask.shape
-        num_chunks, prepared = 0, num_sequences * (path + width)
+        num_chunks, prepared = 0, num_sequences * (path + width)  # committed rows to replay, then new ones
         mask, mask_stride, prefix = tables.mask, tables.mask.stride(0), tables.prefix_len
         qo, starts = tables.prefix_len, tables.prefix_len  # not read
     else:

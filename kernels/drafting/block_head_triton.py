@@ -49,7 +49,10 @@ def _convolve_blocks(
 
 def convolve_blocks(x: Tensor, base: Tensor, dynamic: Tensor, rows: int) -> Tensor:
     """Implement `aerie.kernels.drafting.block_head.convolve_blocks`: return the causal convolution over the rows of
-    each block."""
+    each block.
+
+    base, dynamic: the taps are the sum of a learnt part and of each row's own part.
+    """
     (count, channels), (_, taps, groups) = x.shape, dynamic.shape
     out = torch.empty_like(x)
     _convolve_blocks[(count, triton.cdiv(channels, BLOCK))](
@@ -128,7 +131,11 @@ def score_candidates(
     after: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """Implement `aerie.kernels.drafting.block_head.score_candidates`: return scores of a row's candidates after each of
-    k nodes, and the candidates' ids."""
+    k nodes, and the candidates' ids.
+
+    unary: scores of the candidates by the block alone.
+    before, previous: vectors of nodes, and each node's row of them. projected: factor of the row on these vectors.
+    """
     (_, depths, n), rank, count = unary.shape, before.shape[1], previous.numel()
     scores = torch.empty((count, n), dtype=torch.float32, device=unary.device)
     ids = torch.empty((count, n), dtype=torch.int64, device=unary.device)

@@ -185,7 +185,11 @@ def _mask(
 
 def mask(logits: Tensor, guides: GuideTable, words: Tensor, slots: Tensor, states: Tensor, ids: Tensor) -> None:
     """Implement `aerie.kernels.drafting.guides.mask`: set the logits of forbidden tokens to minus infinity, in states
-    whose masks are known."""
+    whose masks are known.
+
+    words: masks of allowed tokens, one bit a token; `guides` has the mask of each state.
+    slots: requests. ids: target id of each column.
+    """
     rows, size = logits.shape
     _mask[(rows, triton.cdiv(size, BLOCK))](
         logits,
@@ -261,7 +265,12 @@ def _children(
 
 def children(guides: GuideTable, slots: Tensor, states: Tensor, candidates: Children, unlikely: float) -> Children:
     """Implement `aerie.kernels.drafting.guides.children`: return proposals in which a forced token is the first of its
-    row, with log-probability 0."""
+    row, with log-probability 0.
+
+    slots: requests. states: the grammar's state after each row's node.
+    candidates: proposals after each row's node.
+    unlikely: added to the log-probability of other tokens without an edge, if a token is forced.
+    """
     ids, scores = torch.empty_like(candidates.ids), torch.empty_like(candidates.log_probabilities)
     _children[(ids.shape[0],)](
         guides.blocks,

@@ -33,7 +33,10 @@ def find_matches(
     history: Tensor, slots: Tensor, seq_len: Tensor, limits: MatchLimits, chains: Tensor, max_tokens: int
 ) -> Tensor:
     """Implement `aerie.kernels.drafting.suffix_match.find_matches`: look up each request's newest tokens in its earlier
-    text, and propose the tokens that followed them."""
+    text, and propose the tokens that followed them.
+
+    limits: lengths of matches that count. max_tokens: bound on the tokens of each slot.
+    """
     texts, lengths, proposed = history.numpy(), seq_len.numpy(), chains.numpy()
     matched = np.zeros(slots.shape[0], np.int64)
     ahead = np.arange(proposed.shape[1])

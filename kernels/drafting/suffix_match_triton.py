@@ -163,6 +163,7 @@ def find_matches(
     history: [S, T] int32 tokens by slot.
     slots, seq_len: [B] int64; [S] int32 committed tokens.
     chains: [S, K] int64, written: the proposals; NO_TOKEN without a match.
+    limits: lengths of matches that count. max_tokens: bound on the tokens of each slot.
     Returns [B] int64: length of the match, 0 without one.
     """
     batch, num_nodes = slots.shape[0], chains.shape[1]

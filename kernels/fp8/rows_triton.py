@@ -137,7 +137,11 @@ def _quantize(
 
 def quantize_rows(x: Tensor, by_group: bool, rows_together: bool = False, gated: bool = False) -> Fp8Rows:
     """Implement `aerie.kernels.fp8.rows.quantize_rows`: return x [rows, size] in FP8 with scales per row or per group;
-    of gated x [rows, 2 * size], silu(gate) * up."""
+    of gated x [rows, 2 * size], silu(gate) * up.
+
+    by_group: scales per group of 128 columns; else per row.
+    rows_together: the scales of a group are contiguous, for large-batch GEMMs; else those of a row.
+    """
     rows, size = x.shape[0], x.shape[1] // 2 if gated else x.shape[1]
     out = Fp8Rows.empty(rows, size, by_group, rows_together, x.device)
     if rows == 0:

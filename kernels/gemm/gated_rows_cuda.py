@@ -13,13 +13,13 @@ from aerie.kernels.gemm.blocks import cdiv
 from aerie.kernels.gemm.skinny_triton import SkinnyGEMM
 from aerie.kernels.gemm.tiles import (
     INPUT_STEP,
-    MAX_GATED_ROWS,
+    MAX_WGMMA_ROWS,
     MIN_GATED_ROWS,
     gated_width,
 )
 from aerie.kernels.gemm.wgmma_cuda import WgmmaKernel, fits
 
-KERNEL, _CLUSTER = WgmmaKernel("gated_rows", MAX_GATED_ROWS), (2, 1)
+KERNEL, _CLUSTER = WgmmaKernel("gated_rows", MAX_WGMMA_ROWS), (2, 1)
 
 
 def gated_rows(x: Tensor, weight: Tensor, width: int, out: Tensor) -> Tensor:
@@ -34,11 +34,11 @@ def gated_rows(x: Tensor, weight: Tensor, width: int, out: Tensor) -> Tensor:
     """
     (rows, n), k = out.shape, weight.shape[1]
     assert x.shape == (rows, k) and weight.shape[0] == 2 * n and x.dtype == weight.dtype == out.dtype
-    assert 0 < rows <= MAX_GATED_ROWS and n % 8 == 0 and k % INPUT_STEP == 0
+    assert 0 < rows <= MAX_WGMMA_ROWS and n % 8 == 0 and k % INPUT_STEP == 0
     assert fits(x) and weight.is_contiguous() and out.is_contiguous()
     # groups of 8 outputs, each of gate and of up rows: [N / 8, 2, 8, K]
     groups = weight.view(2, n // 8, 8, k).transpose(0, 1)
-    maps = tensor_map(x, 64, MAX_GATED_ROWS // 2), tensor_map_of(groups, (width // 16, 2, 8, 64))
+    maps = tensor_map(x, 64, MAX_WGMMA_ROWS // 2), tensor_map_of(groups, (width // 16, 2, 8, 64))
     pairs = min(cdiv(cdiv(2 * n, width), 2), num_multiprocessors(x.device) // 2)
     KERNEL.on(x, width).launch([2 * pairs], _CLUSTER, *maps, out, rows, n, k // INPUT_STEP)
     return out
@@ -57,7 +57,7 @@ class GatedRowsGEMM(SkinnyGEMM):
         return width
 
     def multiply_gated(self, x: Tensor) -> Tensor:
-        if not MIN_GATED_ROWS <= x.shape[0] <= MAX_GATED_ROWS or not fits(x):
+        if not MIN_GATED_ROWS <= x.shape[0] <= MAX_WGMMA_ROWS or not fits(x):
             return super().multiply_gated(x)
         out = torch.empty((x.shape[0], self.weight.shape[0] // 2), dtype=x.dtype, device=x.device)
         return gated_rows(x, self.weight, self._width(), out)

@@ -12,14 +12,14 @@ from aerie.kernels.gemm.blocks import cdiv
 from aerie.kernels.gemm.skinny_triton import SkinnyGEMM
 from aerie.kernels.gemm.tiles import (
     INPUT_STEP,
-    MAX_GATED_ROWS,
+    MAX_WGMMA_ROWS,
     MIN_SPLIT_ROWS,
     split_width,
 )
 from aerie.kernels.gemm.wgmma_cuda import WgmmaKernel, fits
 from aerie.kernels.gemm.workspace import Workspace
 
-KERNEL, _CLUSTER = WgmmaKernel("split_k", MAX_GATED_ROWS // 2), (2, 1)
+KERNEL, _CLUSTER = WgmmaKernel("split_k", MAX_WGMMA_ROWS // 2), (2, 1)
 
 
 def split_k(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace, width: int, out: Tensor) -> Tensor:
@@ -37,10 +37,10 @@ def split_k(x: Tensor, weight: Tensor, bias: Tensor | None, workspace: Workspace
     """
     (rows, n), k = out.shape, weight.shape[1]
     assert x.shape == (rows, k) and weight.shape == (n, k) and x.dtype == weight.dtype == out.dtype
-    assert 0 < rows <= MAX_GATED_ROWS and n % 8 == 0 and k % INPUT_STEP == 0 and k > INPUT_STEP
+    assert 0 < rows <= MAX_WGMMA_ROWS and n % 8 == 0 and k % INPUT_STEP == 0 and k > INPUT_STEP
     assert fits(x) and weight.is_contiguous() and out.is_contiguous()
     assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous())
-    maps = tensor_map(x, 64, MAX_GATED_ROWS // 2), tensor_map(weight, 64, width // 2)
+    maps = tensor_map(x, 64, MAX_WGMMA_ROWS // 2), tensor_map(weight, 64, width // 2)
     KERNEL.on(x, width).launch(
         [4 * cdiv(n, width)],
         _CLUSTER,
@@ -61,17 +61,20 @@ class SplitKGEMM(SkinnyGEMM):
     """`SkinnyGEMM`, except that `split_k` multiplies 209 to 256 rows."""
 
     def __post_init__(self) -> None:
-        KERNEL.compile_ahead(self.weight, self._width())
+        KERNEL.compile_ahead(self.weight, self._tile_width())
 
-    def _width(self) -> int:
+    def _tile_width(self) -> int:
+        """Outputs of a tile."""
         width = split_width(*self.weight.shape)
         assert width is not None, "served"
         return width
 
     def multiply(self, x: Tensor, bias: Tensor | None, out: Tensor | None) -> Tensor:
-        served = MIN_SPLIT_ROWS <= x.shape[0] <= MAX_GATED_ROWS and fits(x)
+        """See `SkinnyGEMM.multiply`. Other numbers of rows, and layouts that the kernel cannot read or write, go
+        there."""
+        served = MIN_SPLIT_ROWS <= x.shape[0] <= MAX_WGMMA_ROWS and fits(x)
         if not served or (out is not None and (out.dtype != x.dtype or out.dim() != 2 or not out.is_contiguous())):
             return super().multiply(x, bias, out)
         if out is None:
             out = torch.empty((x.shape[0], self.weight.shape[0]), dtype=x.dtype, device=x.device)
-        return split_k(x, self.weight, bias, self.workspace, self._width(), out)
+        return split_k(x, self.weight, bias, self.workspace, self._tile_width(), out)

@@ -8,7 +8,7 @@ from aerie.kernels.capability import MULTIPROCESSORS
 from aerie.kernels.gemm.blocks import cdiv, largest, next_power_of_2
 
 MAX_ROWS = 128  # with more rows cuBLAS is faster, see tests/bench/RESULTS.md
-MAX_GATED_ROWS = 256  # maximum rows of `gated_rows_cuda` and `split_k_cuda`
+MAX_WGMMA_ROWS = 256  # maximum rows of `gated_rows_cuda` and `split_k_cuda`
 MIN_GATED_ROWS = 241  # minimum rows of `gated_rows_cuda`; with fewer, cuBLAS and a kernel for silu are faster
 MAX_GATED_OUTPUTS = 14336  # maximum outputs of `gated_rows_cuda`; with 17,408, cuBLAS is faster: 134 instead of 146 us
 INPUT_STEP = 64  # divisor of K of all weights with tiles
@@ -268,7 +268,7 @@ def workspace_size(shapes: Sequence[tuple[int, int]]) -> tuple[int, int]:
     for n, k in shapes:
         if (width := split_width(n, k)) is not None:
             tiles_of_w = cdiv(n, width)
-            needed.append((tiles_of_w * width * MAX_GATED_ROWS, tiles_of_w * SPLIT_FLAGS))
+            needed.append((tiles_of_w * width * MAX_WGMMA_ROWS, tiles_of_w * SPLIT_FLAGS))
         for tiles in (skinny_gemm_tiles(rows, n, k) for rows in (16, 32, 64, MAX_ROWS)):
             if tiles is not None and tiles.splits > 1:
                 tiles_of_w = cdiv(n, tiles.block_n)

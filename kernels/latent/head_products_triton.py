@@ -258,8 +258,11 @@ def _latent_values(
 
 def latent_values(x: Tensor, weight: Tensor, key_dim: int, rows_together: bool = False, fixed: bool = False) -> Fp8Rows:
     """Implement `aerie.kernels.latent.head_products.latent_values`: return x [rows, heads, latent], the attention
-    output, times each head's value matrix, in FP8 with scales per group. fixed: results have the bits of
-    `rounded_values`."""
+    output, times each head's value matrix, in FP8 with scales per group.
+
+    rows_together: the scales of a group are contiguous, for large-batch GEMMs; else those of a row.
+    fixed: results have the bits of `rounded_values`.
+    """
     rows, heads, latent = x.shape
     step = key_dim + GROUP
     assert not rows_together and fits_values(rows, weight)

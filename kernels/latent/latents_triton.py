@@ -115,7 +115,14 @@ def normed_latents(
     fence: bool = True,
     fixed: bool = False,
 ) -> Tensor | Fp8Rows:
-    """Implement `aerie.kernels.latent.latents.normed_latents`: write the latent rows of a pass."""
+    """Implement `aerie.kernels.latent.latents.normed_latents`: write the latent rows of a pass.
+
+    both: outputs of the projections of q and of latent rows, or split-K partial sums of both.
+    q_weight, row_weight: of the norms of q (None without one) and of latent rows.
+    wanted: FP8 format of the returned q; None: the model's dtype.
+    fence: the next kernel waits for this one; else its GEMM reads its weight earlier.
+    fixed: partial sums give the same bits as their sum.
+    """
     latent, width = kv.latent, kv.rows.shape[2]
     parts = both if both.dim() == 3 else both.unsqueeze(0)
     rows, q_size, rotated = parts.shape[1], parts.shape[2] - width, width - latent

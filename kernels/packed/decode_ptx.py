@@ -9,8 +9,8 @@ int8: float16 likewise. A bfloat16 mantissa has seven bits, so two numbers are a
 e2m1: sign, exponent and mantissa move to their positions, and a power of two corrects the exponent, also of subnormal
     numbers.
 e2m1 / 2^126: without that power, for scales that include it (bfloat16).
-e2m1 moved: the same for codes with the bit order of `aerie.kernels.packed.experts.moved`: 11 instructions instead
-of 15.
+e2m1 moved: the same for codes with the bit order of `aerie.kernels.packed.experts.with_moved_bits`: 11 instructions
+instead of 15.
 
 Operands: $0 to $7 are results, $8 to $11 codes, $12 to $15 zeros, $16 to $19 scales. Word r = 2 u + h of a result
 belongs to output g + 8 h. Sums are `fma`s with a factor of one: bfloat16 has no `add` before compute capability 9.

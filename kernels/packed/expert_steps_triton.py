@@ -12,7 +12,7 @@ import triton.language as tl
 from aerie.kernels.packed.fragments_triton import add_scaled, decode, multiply, times_power
 
 RAISED = tl.constexpr("e2m1 / 2^126")  # codes of `aerie.kernels.packed.experts.with_raised_scales`
-MOVED = tl.constexpr("e2m1 moved")  # the same after `aerie.kernels.packed.experts.moved`
+MOVED = tl.constexpr("e2m1 moved")  # the same after `aerie.kernels.packed.experts.with_moved_bits`
 
 
 @triton.jit

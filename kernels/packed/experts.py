@@ -28,7 +28,7 @@ class PackedExpertWeights:
     gate_up_bias, down_bias: float32 [experts, 2 * width] and [experts, size], or None.
     held: the experts on this rank; None: all.
     is_raised: whether scales are multiplied, see `with_raised_scales`.
-    is_moved: whether codes have the bit order of `moved`.
+    has_moved_bits: whether the bits of codes are in the order of `with_moved_bits`, which decodes faster.
     """
 
     gate_up: PackedWeight
@@ -38,7 +38,7 @@ class PackedExpertWeights:
     activation: GatedActivation = SWIGLU
     held: Span | None = None
     is_raised: bool = False
-    is_moved: bool = False
+    has_moved_bits: bool = False
 
     @cached_property
     def down_scale(self) -> Tensor | None:
@@ -90,13 +90,13 @@ def with_raised_scales(weights: PackedExpertWeights) -> PackedExpertWeights:
         if not bool(torch.isfinite(scales).all()):
             raise ValueError("scales of 4-bit floats are 2^17 or more; use the checkpoint in bf16")
         matrices.append(replace(weight, scales=scales))
-    is_moved = weights.gate_up.group % 32 == 0
-    if is_moved:
-        matrices = [replace(weight, codes=moved(weight.codes)) for weight in matrices]
-    return replace(weights, gate_up=matrices[0], down=matrices[1], is_raised=True, is_moved=is_moved)
+    has_moved_bits = weights.gate_up.group % 32 == 0
+    if has_moved_bits:
+        matrices = [replace(weight, codes=with_moved_bits(weight.codes)) for weight in matrices]
+    return replace(weights, gate_up=matrices[0], down=matrices[1], is_raised=True, has_moved_bits=has_moved_bits)
 
 
-def moved(codes: Tensor) -> Tensor:
+def with_moved_bits(codes: Tensor) -> Tensor:
     """Return e2m1 codes in a bit order that `decode_ptx` decodes in fewer instructions.
 
     codes: [experts, ...] int32 words. Each half has four codes: sign, exponent, mantissa from bits 3, 7, 11 and 15
@@ -110,17 +110,24 @@ def moved(codes: Tensor) -> Tensor:
     return placed
 
 
-def _served(
+def _serves(
     x: Tensor, router: RouterLogits, weights: PackedExpertWeights, options: GEMMOptions, out: Tensor | None = None
 ) -> bool:
+    """Return whether the Triton kernels support a call. Arguments: `packed_expert_products`."""
     return options.workspace is not None and unserved(weights, x.dtype) is None
 
 
-def _served_one_row(
+def _one_row_serves(
     x: Tensor, router: RouterLogits, weights: PackedExpertWeights, options: GEMMOptions, out: Tensor | None = None
 ) -> bool:
-    """Whether the kernel for one row applies."""
-    if not _served(x, router, weights, options) or x.shape[0] != 1 or options.deterministic or not weights.is_moved:
+    """Return whether the kernel for one row (`one_row_experts.cu`) supports a call: MXFP4 weights whose tiles fit in
+    shared memory, and the options' workspace is large enough. Arguments: `packed_expert_products`."""
+    if (
+        not _serves(x, router, weights, options)
+        or x.shape[0] != 1
+        or options.deterministic
+        or not weights.has_moved_bits
+    ):
         return False
     is_aligned = x.is_contiguous() and x.data_ptr() % 16 == 0
     if weights.gate_up.group != EXPERT_GROUP or not is_aligned or (out is not None and out.dtype != x.dtype):
@@ -156,10 +163,10 @@ def _check(
         "cuda",
         "aerie.kernels.packed.cuda.gated_mlp_cuda:packed_expert_products",
         lambda device: device.compiles_cuda,
-        _served_one_row,
+        _one_row_serves,
         "one row, MXFP4",
     ),
-    Implementation("triton", "aerie.kernels.packed.experts_triton:packed_expert_products", on_gpu, _served),
+    Implementation("triton", "aerie.kernels.packed.experts_triton:packed_expert_products", on_gpu, _serves),
     contract=_check,
 )
 def packed_expert_products(

@@ -222,7 +222,7 @@ def _code(weights: PackedExpertWeights, weight: PackedWeight) -> str:
     """Return the name of the code in `decode_ptx`."""
     if weight.code != "e2m1":
         return weight.code
-    return "e2m1 moved" if weights.is_moved else "e2m1 / 2^126"
+    return "e2m1 moved" if weights.has_moved_bits else "e2m1 / 2^126"
 
 
 def _common(

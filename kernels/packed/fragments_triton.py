@@ -197,7 +197,7 @@ def _decode_interpreted(
 @triton.jit
 def _moved_back(word, r):
     """Return the codes of operand r, in the low bits of each half, from words of
-    `aerie.kernels.packed.experts.moved`."""
+    `aerie.kernels.packed.experts.with_moved_bits`."""
     first = tl.where(r == 0, 6, tl.where(r == 1, 3, tl.where(r == 2, 0, 9)))
     sign = tl.where(r == 0, 15, tl.where(r == 1, 12, tl.where(r == 2, 14, 13)))
     return ((word >> first) & 0x00070007) | ((word >> sign) & 0x00010001) << 3

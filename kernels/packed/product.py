@@ -120,7 +120,7 @@ def choose_product(weight: PackedWeight, options: GEMMOptions) -> PackedProduct:
     return PackedProduct(weight)
 
 
-def _served(
+def _serves(
     x: Tensor, gate_up: PackedProduct, down: PackedProduct, options: GEMMOptions, out: Tensor | None = None
 ) -> bool:
     """Return whether one kernel can compute the whole MLP."""
@@ -150,7 +150,7 @@ def _check(
         "cuda",
         "aerie.kernels.packed.cuda.gated_mlp_cuda:gated_mlp",
         lambda device: device.compiles_cuda,
-        _served,
+        _serves,
         f"up to {MAX_ROWS} rows, bfloat16, int4 in groups of {GROUP}",
     ),
     contract=_check,

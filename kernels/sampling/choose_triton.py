@@ -92,14 +92,19 @@ def _choose(
 
 def choose(logits: Tensor, draws: Draws, first: int, limits: Limits | None = None) -> tuple[Tensor, Tensor]:
     """Implement `aerie.kernels.sampling.choose.choose`: return each row's largest perturbed logit and its column; the
-    largest logit for greedy rows."""
+    largest logit for greedy rows.
+
+    draws: temperatures, seeds and positions of the rows, from which the noise follows.
+    first: token id of the first column, on which the noise depends.
+    limits: top-k, top-p and min-p as a limit per row; None without filters.
+    """
     rows, size = logits.shape
     # with few rows, small parts fill the device; results do not depend on the size
     part = 4 * TILE if rows > 8 else TILE
     parts = triton.cdiv(size, part)
     values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)
     indices = torch.empty((rows, parts), dtype=torch.int32, device=logits.device)
-    peaks, gaps = (limits.peaks, limits.gaps) if limits is not None else (values, indices)
+    peaks, gaps = (limits.peaks, limits.gaps) if limits is not None else (values, indices)  # not read without
     _choose[(rows, parts)](
         logits,
         logits.stride(0),

@@ -220,7 +220,11 @@ def _perturb(
 
 def perturb(logits: Tensor, draws: Draws, ids: Tensor, filters: Filters, summary: Tensor | None) -> Tensor:
     """Implement `aerie.kernels.sampling.draft_scores.perturb`: return logits / temperature + noise, with filtered
-    tokens below all others; greedy rows unchanged."""
+    tokens below all others; greedy rows unchanged.
+
+    ids: token ids of the columns. summary: from `count_bands`, tokens by distance from the largest logit, from
+    which the limits of the filters follow.
+    """
     rows, size = logits.shape
     out = torch.empty((rows, size), dtype=torch.float32, device=logits.device)
     filtered = summary is not None

@@ -87,7 +87,10 @@ def apply_penalties(
     path_tokens: Tensor | None = None,
 ) -> Tensor:
     """Implement `aerie.kernels.sampling.penalties.apply_penalties`: return logits with penalties, biases and min_tokens
-    applied (OpenAI's presence and frequency penalty; the repetition penalty of arXiv 1909.05858, section 4.1)."""
+    applied (OpenAI's presence and frequency penalty; the repetition penalty of arXiv 1909.05858, section 4.1).
+
+    path: ancestors of each row in a tree, which count as output. path_tokens: tokens of the tree's nodes.
+    """
     rows, size = logits.shape
     counts, prompt, bias = tables.output_counts, tables.in_prompt, tables.bias
     out = torch.empty((rows, size), dtype=torch.float32, device=logits.device)
@@ -163,7 +166,10 @@ def _apply_masks(
 
 def apply_masks(logits: Tensor, slots: Tensor, index: Tensor, words: Tensor, first: int) -> None:
     """Implement `aerie.kernels.sampling.penalties.apply_masks`: set the logits of forbidden tokens to minus
-    infinity."""
+    infinity.
+
+    index: each slot's first row of `words`, the masks with one bit a token. first: token id of the first column.
+    """
     rows, size = logits.shape
     _apply_masks[(rows, triton.cdiv(size, MASK_BLOCK))](
         logits,

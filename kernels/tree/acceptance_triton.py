@@ -178,7 +178,11 @@ def accept_commit(
     synthetic_length: float | None = None,
 ) -> Committed:
     """Implement `aerie.kernels.tree.acceptance.accept_commit`: accept the path of nodes that the target chose, and
-    commit its tokens to the slots."""
+    commit its tokens to the slots.
+
+    chosen: the target's token after each node.
+    synthetic_length: accept paths of this mean length, whatever the target chose (`accept_synthetic`); None: do not.
+    """
     batch, width, columns = chosen.shape[0], chosen.shape[1], max_depth + 1
     fields = tree.fields
     path, tokens, rows = torch.empty((3, batch, columns), dtype=torch.int64, device=chosen.device).unbind(0)

@@ -134,15 +134,19 @@ def chain(root: Tensor, tokens: Tensor) -> Tree:
     )
 
 
-def trimmed(tree: Tree, max_depth: int, straight: bool, spans: bool = False) -> Tree:
-    """Return trees in which no node deeper than max_depth can be accepted. straight: keep only the leading nodes that
-    form a chain. spans: whether the masks are spans, also of few nodes; the result's are as their number asks."""
+def trimmed(tree: Tree, max_depth: int, as_chain: bool, spans: bool = False) -> Tree:
+    """Return trees in which no node deeper than max_depth can be accepted.
+
+    as_chain: keep only the leading nodes that form a chain.
+    spans: the masks of `tree` are spans of nodes, even if the trees have at most MASK_BITS nodes; the result then has
+        bits for at most MASK_BITS nodes, else spans.
+    """
     node = torch.arange(tree.tokens.shape[1], device=tree.tokens.device)
     alive = tree.depths <= max_depth
-    if straight:
+    if as_chain:
         alive &= (tree.parents == (node - 1).clamp_min(0)).cumprod(1).bool()
     tokens = torch.where(alive, tree.tokens, NO_TOKEN)
-    if straight:
+    if as_chain:
         return chain(tokens[:, 0], tokens[:, 1:])
     masks = without_dead(tree.masks, tokens != NO_TOKEN) if spans else tree.masks
     if spans and tokens.shape[1] <= MASK_BITS:

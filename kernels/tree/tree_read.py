@@ -52,8 +52,8 @@ def read_trees(
     seq_len: Tensor,
     mask_words: Tensor | None = None,
 ) -> RoundRows:
-    """Return the first `width` nodes of the trees of some slots as rows, cut as by
-    `aerie.kernels.tree.nodes.trimmed`.
+    """Return the first `width` nodes of the trees of some slots as rows, without those that `max_depth` and `as_chain`
+    exclude (`aerie.kernels.tree.nodes.trimmed`).
 
     trees       [num_slots + 1, W] per field, contiguous, W >= width
     slots       [B] int64

@@ -16,7 +16,8 @@ def read_trees(
     mask_words: Tensor | None = None,
 ) -> RoundRows:
     """Implement `aerie.kernels.tree.tree_read.read_trees`: return the first `width` nodes of the trees of some slots as
-    rows, cut as by `aerie.kernels.tree.nodes.trimmed`."""
+    rows. Nodes deeper than max_depth become padding; with as_chain, so do nodes after the first that is not a child of
+    the node before it. mask_words receives the nodes' masks as 16-bit words."""
     rows = slots.numpy()
     tokens, parents, depths, masks = (field.numpy()[rows, :width] for field in trees.fields)
     alive = depths <= max_depth

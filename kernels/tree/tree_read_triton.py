@@ -94,7 +94,8 @@ def read_trees(
     mask_words: Tensor | None = None,
 ) -> RoundRows:
     """Implement `aerie.kernels.tree.tree_read.read_trees`: return the first `width` nodes of the trees of some slots as
-    rows, cut as by `aerie.kernels.tree.nodes.trimmed`."""
+    rows. Nodes deeper than max_depth become padding; with as_chain, so do nodes after the first that is not a child of
+    the node before it. mask_words receives the nodes' masks as 16-bit words."""
     fields = trees.fields
     batch, device = slots.shape[0], slots.device
     tree = torch.empty((4, batch, width), dtype=torch.int64, device=device)
@@ -132,6 +133,11 @@ def read_trees(
 def _write_roots(
     slot_ptr, bonus_ptr, bonus_stride, token_ptr, EMPTY: tl.constexpr, W: tl.constexpr, NODES: tl.constexpr
 ):
+    """Write the root and padding to the tree of one slot.
+
+    slot_ptr: [requests] slots. bonus_ptr: newest token by slot, bonus_stride apart.
+    token_ptr: [slots, W] tokens of trees, written. EMPTY: the token of padding nodes. NODES: W, padded.
+    """
     slot = tl.load(slot_ptr + tl.program_id(0))
     node = tl.arange(0, NODES)
     bonus = tl.load(bonus_ptr + slot * bonus_stride)

@@ -211,7 +211,10 @@ def combine(values: Tensor, indices: Tensor, size: int, broken: int) -> tuple[Te
 
 def largest(logits: Tensor, checked: bool = False) -> tuple[Tensor, Tensor]:
     """Implement `aerie.kernels.vocabulary.topk_log_softmax.largest`: return each row's largest logit and its column,
-    the smallest among equals."""
+    the smallest among equals.
+
+    checked: rows with NaN or plus infinity return column NOT_FINITE.
+    """
     rows, size = logits.shape
     parts = triton.cdiv(size, BLOCK)
     values = torch.empty((rows, parts), dtype=torch.float32, device=logits.device)

@@ -91,12 +91,12 @@ def one_row_experts(
 
     x: [1, size] bfloat16, contiguous, aligned to 16 bytes.
     routed: with `used`, the list of experts in use.
-    weights: MXFP4, with codes in the bit order of `aerie.kernels.packed.experts.moved`.
+    weights: MXFP4, with codes in the bit order of `aerie.kernels.packed.experts.with_moved_bits`.
     workspace: at least `tiles.workspace`.
     out: [1, size] bfloat16, contiguous.
     """
     assert x.shape == out.shape == (1, tiles.size) and x.is_contiguous() and out.is_contiguous()
-    assert x.dtype == out.dtype == torch.bfloat16 and weights.is_moved and x.data_ptr() % 16 == 0
+    assert x.dtype == out.dtype == torch.bfloat16 and weights.has_moved_bits and x.data_ptr() % 16 == 0
     assert routed.used is not None and routed.used.shape[0] >= tiles.used and routed.chosen.shape == (1, tiles.slots)
     assert workspace.part.numel() >= tiles.workspace[0] and workspace.tickets.numel() >= tiles.workspace[1]
     activation = weights.activation

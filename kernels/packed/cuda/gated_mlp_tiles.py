@@ -100,20 +100,21 @@ def gated_mlp_words(size: int, width: int) -> int:
 EXPERT_GROUP = 32  # inputs that share a scale
 _CODES, _SCALES = 2048, 256  # bytes of 64 outputs by 64 inputs
 _STATIC_BYTES = 128  # static shared memory
-_RINGS, _MAX_DEPTH = 4, 32
+_RINGS, _MAX_DEPTH = 4, 32  # ring buffers of a block, and maximum units in each
 _MAX_SIZE = 4096  # each thread copies at most 16 bytes of the row
-_UNITS = (3, 4, 2)  # chunks of a unit, in order of preference
+_UNITS = (3, 4, 2)  # chunks of 64 inputs in a unit, in order of preference
 
 
 @dataclass(frozen=True)
 class OneRowTiles:
-    """Tiles of the kernel of one row's experts.
+    """Tiles of the kernel of one row's experts (`one_row_experts.cu`). Its blocks divide the weights in units of 64
+    outputs by 64 * `unit` inputs, which they copy to ring buffers in shared memory.
 
     size, width: sizes of a row and of an expert.
     slots, used: experts of the row, and the maximum of them on this rank.
     blocks: thread blocks, one for each multiprocessor.
     unit: chunks of 64 inputs in a unit.
-    rings, depth: rings of units in shared memory, and units in each.
+    rings, depth: ring buffers of a block, and units in each.
     """
 
     size: int
@@ -130,8 +131,8 @@ class OneRowTiles:
         return 128 * self.rings + 32
 
     @property
-    def kept(self) -> int:
-        """Units of the down projections that a block keeps in shared memory."""
+    def down_units(self) -> int:
+        """Maximum units of down projections that a block computes. All have room in its rings at once."""
         return cdiv(self.used * (self.size // TILE) * (self.width // TILE // self.unit), self.blocks)
 
     @property
@@ -143,7 +144,7 @@ class OneRowTiles:
     @property
     def shared_bytes(self) -> int:
         ring_slots = self.rings * self.depth
-        inputs = 2 * (self.size + self.kept * TILE * self.unit)
+        inputs = 2 * (self.size + self.down_units * TILE * self.unit)
         return ring_slots * ((_CODES + _SCALES) * self.unit + 16) + inputs + self.tiles * self.rings * 256
 
     @property
@@ -159,7 +160,7 @@ class OneRowTiles:
             ("UNIT", self.unit),
             ("RINGS", self.rings),
             ("DEPTH", self.depth),
-            ("KEPT", self.kept),
+            ("KEPT", self.down_units),
             ("TILES", self.tiles),
             ("SLOTS", self.slots),
             ("USED", self.used),
@@ -174,18 +175,25 @@ class OneRowTiles:
 
 @cache
 def one_row_tiles(sizes: ExpertSizes, blocks: int) -> OneRowTiles | None:
-    """Return the sizes for a layer's experts; None if the kernel does not support them. Each block must have a unit of
-    one expert, parts of at most two tiles of outputs, and down units that fit in shared memory."""
+    """Return the sizes for a layer's experts, with rings as deep as shared memory allows; None if the kernel does not
+    support them. It demands:
+
+    - rows and experts of whole tiles, and no shared experts;
+    - at least as many blocks as the down projection has tiles of outputs, so that a block has parts of two at most;
+    - units for every block even if only one expert is in use;
+    - room in a block's rings for all of its down units at once.
+    """
     size, width = sizes.size, sizes.width
     if size % TILE or width % TILE or size // TILE > blocks or size > _MAX_SIZE or sizes.num_shared:
         return None
     for unit in _UNITS:
         if size // TILE % unit or width // TILE % unit or size // TILE * (width // TILE) // unit < blocks:
             continue
-        for depth in range(_MAX_DEPTH, 1, -1):
-            tiles = OneRowTiles(size, width, sizes.experts_per_token, sizes.max_used(1), blocks, unit, _RINGS, depth)
-            if tiles.shared_bytes <= SHARED_BYTES - _STATIC_BYTES:
-                if tiles.kept <= _RINGS * depth:
-                    return tiles
-                break
+        by_depth = (
+            OneRowTiles(size, width, sizes.experts_per_token, sizes.max_used(1), blocks, unit, _RINGS, depth)
+            for depth in range(_MAX_DEPTH, 1, -1)
+        )
+        deepest = next((tiles for tiles in by_depth if tiles.shared_bytes <= SHARED_BYTES - _STATIC_BYTES), None)
+        if deepest is not None and deepest.down_units <= deepest.rings * deepest.depth:
+            return deepest
     return None

@@ -1,7 +1,7 @@
-// The experts of one row with MXFP4 weights, in one launch with one thread block per multiprocessor. `experts_cuda`
+// The experts of one row with MXFP4 weights, in one launch with one thread block per multiprocessor. `gated_mlp_cuda`
 // compiles it.
 //
-// Macros: `OneRowTiles` in one_row_tiles.py. SIZE, WIDTH: of a row and of an expert. UNIT: chunks of 64 inputs per
+// Macros: `OneRowTiles` in gated_mlp_tiles.py. SIZE, WIDTH: of a row and of an expert. UNIT: chunks of 64 inputs per
 // unit. RINGS, DEPTH: ring buffers of units, and units in each. KEPT: maximum down units per block. TILES: pairs of
 // gate and up tiles that a block computes parts of. SLOTS: experts per row. USED: maximum of them on this rank.
 // CLAMPED, CUBED: variants of the activation.

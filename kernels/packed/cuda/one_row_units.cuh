@@ -6,7 +6,7 @@ constexpr int INNER_TILES = WIDTH / 64, OUT_TILES = SIZE / 64;
 constexpr int CODES = 2048 * UNIT, SCALES = 256 * UNIT, BYTES = CODES + SCALES, INPUTS = 64 * UNIT;
 constexpr int ROW = RINGS * DEPTH * BYTES, INNER = ROW + 2 * SIZE, SUMS = INNER + 2 * KEPT * INPUTS;
 constexpr int BARRIERS = SUMS + TILES * RINGS * 256, END = BARRIERS + 16 * RINGS * DEPTH;
-static_assert(SIZE / 8 <= CONSUMERS && END <= SHARED_BYTES && TILES >= 2 && KEPT <= RINGS * DEPTH, "one_row_tiles.py");
+static_assert(SIZE / 8 <= CONSUMERS && END <= SHARED_BYTES && TILES >= 2 && KEPT <= RINGS * DEPTH, "gated_mlp_tiles.py");
 constexpr int QUADS = (KEPT * INPUTS / 4 + CONSUMERS - 1) / CONSUMERS;  // fours of inner activations per thread
 
 struct Span {

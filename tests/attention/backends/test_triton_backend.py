@@ -101,13 +101,13 @@ def test_more_rows_than_a_program_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("longest", "apart"),
+    ("longest", "separately"),
     [
         (300, True),
         *slow((1400, False), (300, False), (1400, True)),
     ],
 )
-def test_both_ways_to_merge(longest: int, apart: bool) -> None:
+def test_both_ways_to_merge(longest: int, separately: bool) -> None:
     torch.manual_seed(longest)
     pool = random_pool(330, 16, 2, 16, torch.float32)
     batch = random_decode(Mode.VERIFY, 3, 3, [longest, 100, 1500], 16, 320)
@@ -116,7 +116,7 @@ def test_both_ways_to_merge(longest: int, apart: bool) -> None:
     items = split_kv_triton.plan_items(batch.prefix_len, 3, 60, 100, 32, decode_plan_triton.MAX_SPLITS)
     assert (items.requests[0, 1] > decode_plan_triton.FAN) == (longest > 1000)  # then two levels, or several rounds
     workspace = decode_plan_triton.DecodeWorkspace.create(tiles, 16, 120, DEVICE)
-    plan = decode_plan_triton.DecodePlan(tiles, items, workspace, apart, 8)
+    plan = decode_plan_triton.DecodePlan(tiles, items, workspace, separately, 8)
     expected = references.decode(q, pool.layer(0), batch, ScoreRule(0.25))
     for _ in range(2):
         assert_close(

@@ -201,7 +201,7 @@ def test_decode_attention_fits_hopper(
     tiles = decode_plan_triton.decode_tiles(rows * group, head_dim, DTYPES[dtype], density)
     pointers = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), dtype)
     pointers |= {"mask_ptr": "i64", "part_ptr": "fp32", "lse_ptr": "fp32"}
-    is_merged_apart = density <= 1 and not tiles.whole
+    is_merged_apart = density <= 1 and not tiles.rarely_splits
     constants = decode_constants(rows, group, head_dim, page_size, tiles) | {"APART": is_merged_apart}
     spills, shared, ptx = compiled(
         decode_triton._attend_decode, tmp_path, pointers, constants, tiles.warps, tiles.stages
@@ -588,7 +588,7 @@ def test_the_small_kernels_fit_hopper(tmp_path: Path) -> None:
         "D": 128,
         "BLOCK_M": 16,
         "COLUMNS": 8,
-        "SPLITS": 8,
+        "AT_ONCE": 8,
         "MAX_SPLITS": 64,
         "PDL": True,
     }

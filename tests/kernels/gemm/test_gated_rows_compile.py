@@ -8,8 +8,8 @@ import torch
 from aerie.kernels.capability import MULTIPROCESSORS
 from aerie.kernels.gemm.blocks import cdiv
 from aerie.kernels.gemm.tiles import (
-    MAX_GATED_ROWS,
     MAX_GATED_WIDTH,
+    MAX_WGMMA_ROWS,
     SHARED_BYTES,
     gated_width,
     wgmma_stages,
@@ -34,8 +34,8 @@ def test_a_width_is_chosen_only_if_it_takes_less_time(n: int) -> None:
     assert width % 16 == 0 and width <= MAX_GATED_WIDTH
     waves, waves_of_128 = cdiv(cdiv(2 * n, width), MULTIPROCESSORS), cdiv(cdiv(n, 64), MULTIPROCESSORS)
     assert waves * width < waves_of_128 * 128
-    stages = wgmma_stages(MAX_GATED_ROWS, width)
-    assert stages * ((MAX_GATED_ROWS + width) * 128 + 16) <= SHARED_BYTES and stages >= 4
+    stages = wgmma_stages(MAX_WGMMA_ROWS, width)
+    assert stages * ((MAX_WGMMA_ROWS + width) * 128 + 16) <= SHARED_BYTES and stages >= 4
 
 
 def test_weights_are_served_where_waves_get_smaller() -> None:

@@ -16,7 +16,7 @@ from aerie.kernels.gemm.workspace import GEMMOptions, Workspace  # noqa: E402
 from aerie.kernels.packed import experts_triton  # noqa: E402
 from aerie.kernels.packed.decode_ptx import decode_asm  # noqa: E402
 from aerie.kernels.packed.expert_tiles import PackedExpertTiles, PackedTiles  # noqa: E402
-from aerie.kernels.packed.experts import moved  # noqa: E402
+from aerie.kernels.packed.experts import with_moved_bits  # noqa: E402
 from aerie.workers.distributed.tp_group import SOLO  # noqa: E402
 from aerie.workers.layers.moe import MixtureOfExperts  # noqa: E402
 from aerie.workers.layers.norm import RMSNorm  # noqa: E402
@@ -86,7 +86,7 @@ def test_moved_codes_are_decoded_by_their_ptx() -> None:
 
     generator = torch.Generator().manual_seed(0)
     words = torch.randint(-(1 << 31), 1 << 31, (1, 600), generator=generator).to(torch.int32)
-    placed = moved(words)
+    placed = with_moved_bits(words)
     new, old = (
         [decode_asm.fn(0, half, code, False, None, tl.bfloat16) for half in range(2)]
         for code in ("e2m1 moved", "e2m1 / 2^126")

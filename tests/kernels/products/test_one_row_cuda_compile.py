@@ -37,7 +37,7 @@ def test_experts_of_gpt_oss_fit_the_shared_memory_of_hopper(blocks: int, experts
     tiles = one_row_tiles(sizes(2880, 2880, experts), blocks)
     assert tiles is not None and tiles.unit == 3 and tiles.shared_bytes <= SHARED_BYTES
     # of 45 tiles by 15 units of 4 experts, each block has at most its share, rounded up
-    assert tiles.kept == -(-45 * 60 // blocks) and tiles.kept <= tiles.rings * tiles.depth
+    assert tiles.down_units == -(-45 * 60 // blocks) and tiles.down_units <= tiles.rings * tiles.depth
 
 
 @pytest.mark.parametrize(
@@ -66,7 +66,7 @@ def test_experts_are_served_with_a_workspace_that_suffices(monkeypatch: pytest.M
     assert tiles is not None
     cpu = torch.device("cpu")
     gate_up, down = (empty(n, 2880, 32, "e2m1", cpu, torch.bfloat16, False, False, 4) for n in (5760, 2880))
-    weights = PackedExpertWeights(gate_up, down, is_raised=True, is_moved=True)
+    weights = PackedExpertWeights(gate_up, down, is_raised=True, has_moved_bits=True)
     x, router = torch.zeros(1, 2880, dtype=torch.bfloat16), RouterLogits(torch.zeros(1, 4), None, Routing(4, 4))
     row = next(each for each in packed_expert_products.implementations if each.name == "cuda")
     assert row.serves is not None
@@ -76,7 +76,7 @@ def test_experts_are_served_with_a_workspace_that_suffices(monkeypatch: pytest.M
         assert row.serves(x, router, weights, options) == serves
     options = GEMMOptions(Workspace.allocate(cells, tickets, cpu))
     assert not row.serves(x.expand(2, -1), router, weights, options)
-    assert not row.serves(x, router, replace(weights, is_moved=False), options)
+    assert not row.serves(x, router, replace(weights, has_moved_bits=False), options)
     assert not row.serves(x, router, weights, replace(options, deterministic=True))
 
 
