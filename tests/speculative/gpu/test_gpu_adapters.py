@@ -2,19 +2,23 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 
+from aerie.attention.config import CacheConfig
 from aerie.speculative.build import EngineSpec, local_engine
 from aerie.speculative.config import SpeculativeConfig
-from aerie.workers.config import LoraConfig
+from aerie.workers.config import LoraConfig, ModelSource, SchedulerConfig, WorkerConfig
 from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative.gpu.test_gpu import on_gpu
 from tests.support import MODELS
 from tests.support.embedded import TREE
 from tests.support.prompts import held_out_prompts, tokenized
 from tests.support.targets.adapters import make_adapter, make_draft_adapter, merged_checkpoints, merged_tokens
+from tests.support.tiny_models import VOCAB, make_target
 
 pytestmark = pytest.mark.gpu
 NUM_TOKENS = 40
@@ -93,3 +97,32 @@ def test_captured_drafts_of_an_adapted_head_are_those_of_the_merged_head(tmp_pat
         assert sum(ours) > 0
     base_draft = dataclasses.replace(merged, speculative=static)
     assert accepted(base_draft, [""] * 24)[:12] != found[:12], "the adapter changes the drafts"
+
+
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "head_dim": 16, "v_head_dim": 16}
+FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "recurrent layers": ({"architecture": "Qwen3_5"}, ("in_proj_qkv", "in_proj_z", "in_proj_a", "out_proj", "q_proj")),
+    "latent attention": (
+        {"architecture": "DeepseekV3", "first_k_dense_replace": 4, **LATENT},
+        ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_layers_with_adapters_give_the_tokens_of_a_cpu(tmp_path: Path, family: str) -> None:
+    """In float32, captured and eager; only near ties may differ."""
+    settings, modules = FAMILIES[family]
+    target = make_target(tmp_path / "target", calm=0.01, **settings)
+    lora = LoraConfig({"a": str(make_adapter(tmp_path / "a", target, 1, target_modules=list(modules)))}, max_loras=2)
+    generator, names = torch.Generator().manual_seed(0), ["", "a"] * 6
+    prompts = [torch.randint(2, VOCAB, (5 + 7 * i,), generator=generator).tolist() for i in range(12)]
+    found = []
+    for device, graphs in (("cpu", False), ("cuda", True), ("cuda", False)):
+        model = ModelSource(path=str(target), device=device, dtype="float32", max_model_len=200)
+        worker = WorkerConfig(model, CacheConfig(16, 300), SchedulerConfig(6, 64), cuda_graphs=graphs, lora=lora)
+        found.append(tokens(EngineSpec(worker, None), prompts, names))
+    of_cpu, captured, eager = found
+    assert of_cpu[::2] != of_cpu[1::2]
+    for other in (captured, eager):
+        assert sum(a != b for a, b in zip(of_cpu, other, strict=True)) <= 1
