@@ -11,6 +11,7 @@ import torch
 from aerie.attention.config import DraftAttention
 from aerie.attention.registry import check_choices
 from aerie.kernels.capability import Capability
+from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.speculative.config import SpeculativeConfig
 from aerie.speculative.drafts.loading import fill_draft
 from aerie.speculative.drafts.method import DraftMethod
@@ -27,6 +28,7 @@ from aerie.workers.lora.base_copies import BaseCheckpoint
 from aerie.workers.lora.expert_file import ExpertNames
 from aerie.workers.lora.experts import adapted_experts, allocate_expert_tables, expert_table_bytes, experts_of
 from aerie.workers.lora.layers import adaptable_layers, allocate_tables, checked_layers, padded_rank, table_bytes
+from aerie.workers.lora.shared_experts import kept_bytes
 from aerie.workers.models.config import ModelConfig
 from aerie.workers.models.loading import allocate, allocate_target, fill_target, read_target_config, weight_names
 from aerie.workers.models.registry import family_of_config
@@ -89,6 +91,7 @@ def plan_weights(spec: EngineSpec, engine: EnginePlan, multiplies_fp8: bool) -> 
             layers += draft_spec.layers.values()
         of_experts = expert_table_bytes(adapted_experts(model, lora, f"model {spec.worker.model.path}"), lora)
         adapters = of_experts + table_bytes(layers, lora.max_loras, lora.max_lora_rank)
+        weights += kept_bytes(model, GEMMOptions(fp8=multiplies_fp8, packed=True))
     sizes = WeightBytes(weights, draft_bytes, formats=formats, adapters=adapters, expert_adapters=of_experts)
     if not isinstance(speculation, DraftSpeculation) or (rows := speculation.draft.head_rows) is None:
         return sizes

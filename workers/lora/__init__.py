@@ -7,7 +7,7 @@ embedding       adds their part to the rows of the embedding
 matrices        an adapter's matrices of a module, and of this rank's layers
 expert_file     those of routed experts, in all forms that peft writes
 experts         which routed experts adapters may change, and the `ExpertsMethod` that adds their part
-shared_experts  launches the kernels of routed experts that passes with adapters multiply beside shared ones
+shared_experts  shared experts with adapters on a GPU: their memory, and the kernels of routed experts beside them
 latent          adapters of MLA's up-projection, which is multiplied head by head
 layers          which layers adapters may change, and the `LinearMethod` that adds their part
 """

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from aerie.attention.config import CacheConfig
-from aerie.speculative.build import local_engine
+from aerie.speculative.build import local_engine, plan_engine, plan_weights
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import LoraConfig, SchedulerConfig
 from tests.speculative.adapters.conftest import GREEDY, Adapted, of
@@ -115,3 +115,15 @@ def test_all_layers_of_a_family_take_adapters(
             assert [request.output for request in requests] == [adapted.expected[name][i] for name, i in chosen]
             accepted += sum(sum(request.acceptance_histogram[1:]) for request in requests)
     assert accepted > 0 or method in ("none", "suffix"), "some drafts are right"
+
+
+def test_the_plan_counts_shared_experts_that_a_gpu_has_twice(tmp_path: Path) -> None:
+    """Two in each of three layers; one alone is a view of the joined weights."""
+    sizes = []
+    for num_shared in (2, 1):
+        target = make_target(tmp_path / f"{num_shared}", architecture="DeepseekV2", n_shared_experts=num_shared)
+        spec = Pair(target, target, target, []).spec()
+        spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, lora=LoraConfig()))
+        on_gpu, on_cpu = (plan_weights(spec, plan_engine(spec), has_fp8).target for has_fp8 in (True, False))
+        sizes.append(on_gpu - on_cpu)
+    assert sizes == [3 * 3 * 64 * (2 * 48) * 4, 0]
