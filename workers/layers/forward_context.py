@@ -230,12 +230,10 @@ class RowIndex:
         """Begin a pass. adapted: whether any of its rows has an adapter; for subclasses that use adapters."""
         self.context = context
 
-    def leave(self) -> None:
-        """End a pass. Layers that the model shares with others may then run outside of it."""
-
     @contextmanager
     def rows_of(self, slots: Tensor) -> Iterator[None]:
-        """Within the context, the vocabulary head has a row for each slot.
+        """Within the context, the vocabulary head has a row for each slot. Its end ends the pass: drafts may share the
+        head and the embedding.
 
         slots: [n] int64 slots of the rows' requests, of which one has an adapter.
         """

@@ -77,9 +77,6 @@ class AdapterRows(RowIndex):
                 self._embedded = self._changed[EMBEDDING][indices]
         self._reset_counters()
 
-    def leave(self) -> None:
-        self.is_active = False
-
     @contextlib.contextmanager
     def rows_of(self, slots: Tensor) -> Iterator[None]:
         """See `RowIndex.rows_of`."""

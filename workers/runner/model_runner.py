@@ -89,8 +89,6 @@ class TargetRunner(ModelRunner[TargetModel]):
         if self.row_index is not None:
             self.row_index.enter(context, context.adapted)
         output: DecoderOutput = self.model(ids, context)
-        if self.row_index is not None:
-            self.row_index.leave()
         return output
 
     def logits(self, hidden: Tensor, slots: Tensor | None) -> Tensor:

@@ -11,8 +11,7 @@ a draft head) and `mixed` (as `suffix`, half of the requests without speculation
 of an engine find their prompts; it has room for a third of the largest batch, so that requests are preempted. `suffix`
 and `mixed` share an engine. Models without a draft have no `tree`. --layers: only the model's first layers, for models
 that do not fit, and shorter starts. --adapters: LoRA adapters of rank 16, which requests have in turn, every second one
-also of embedding and head; one in so many
-and one more has none.
+also of embedding and head; one in so many and one more has none.
 
 An answer counts as different from its first other id on; log-probabilities are compared to the bit up to there. Needs a
 GPU; `--tiny` tries it on a CPU, where the option has no effect.

@@ -25,7 +25,7 @@ from aerie.workers.runner.worker import Worker
 from aerie.workers.scheduling.plan import SamplingParams
 from aerie.workers.scheduling.request import Request, RequestOutput
 from tests.speculative.adapters.conftest import GREEDY, Adapted, of
-from tests.speculative.adapters.test_adapter_files import spec_of
+from tests.speculative.adapters.test_adapter_files import PACKED, spec_of
 from tests.speculative.adapters.test_adapters import load, speculation, tokens
 from tests.speculative.conftest import EOS
 from tests.speculative.drafts.test_trained_mtp import MODEL, prompts
@@ -249,6 +249,41 @@ def test_copies_of_a_tied_head_are_those_of_its_embedding(tmp_path: Path) -> Non
     save_file(tensors, adapter / WEIGHTS_FILE)
     with pytest.raises(ValueError, match="lm_head.base_layer.weight differs from the base's weight"):
         check_weights(spec, plan_engine(spec))
+
+
+@pytest.mark.parametrize("packed", ["gguf"])
+def test_copies_of_a_quantised_base_are_refused(tmp_path: Path, packed: str) -> None:
+    source = make_target(tmp_path / "source", num_hidden_layers=1)
+    adapter = make_adapter(tmp_path / "adapter", source, 5, target_modules=BOTH)
+    folder, _ = PACKED[packed](source, tmp_path / "packed")
+    spec = spec_of(folder, LoraConfig({"a": str(adapter)}))
+    with pytest.raises(
+        ValueError, match="cannot be compared with the base's, .*, save the adapter with save_embedding"
+    ):
+        check_weights(spec, plan_engine(spec))
+    without_copies(adapter)
+    check_weights(spec, plan_engine(spec))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("packed", ["gguf", "awq", "fp8-blocks"])
+def test_packed_weights_take_adapters_of_the_vocabulary(tmp_path: Path, packed: str, tied: bool) -> None:
+    source = make_target(tmp_path / "source", num_hidden_layers=2, tie_word_embeddings=tied)
+    adapter = make_adapter(tmp_path / "adapter", source, 5, target_modules=BOTH)
+    folder, plain = PACKED[packed](source, tmp_path / "packed")
+    without_copies(adapter)
+    prompts = [[5, 6, 7], [*range(8, 49)], [50, 60, 70, 80]]
+    expected = merged_tokens(plain, adapter, prompts, GREEDY.max_tokens, EOS, merges=False)
+    assert expected != merged_tokens(plain, None, prompts, GREEDY.max_tokens, EOS)
+    with local_engine(spec_of(folder, LoraConfig({"a": str(adapter)}), tensor_parallel=2)) as engine:
+        assert [request.output for request in engine.generate(prompts, of("a"))] == expected
+
+
+def without_copies(adapter: Path) -> None:
+    """Save the adapter without the base's weights."""
+    tensors = load_file(adapter / WEIGHTS_FILE)
+    save_file({name: each for name, each in tensors.items() if "base_layer" not in name}, adapter / WEIGHTS_FILE)
 
 
 @pytest.mark.parametrize("settings", [{}, {"draft_vocab_size": 128}])
