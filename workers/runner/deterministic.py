@@ -53,8 +53,6 @@ def refusal(worker: WorkerConfig, target: ModelConfig, dtype: torch.dtype) -> st
     if worker.model.images != "off" and any(target.score_rule(i).within_images for i in range(target.num_layers)):
         return "images whose tokens attend to later ones; set model.images: off"
     if worker.lora is not None and worker.lora.experts:
-        return "lora.experts: the sums of experts with adapters depend on the batch; leave it out"
-    if worker.lora is not None and worker.lora.experts:
         return "lora.experts: the sums of an expert's adapters depend on the batch; set lora.experts: false"
     if dtype.itemsize != 2:
         return f"dtype={str(dtype).removeprefix('torch.')}: the GEMMs need a 16-bit type; set dtype: bfloat16"
