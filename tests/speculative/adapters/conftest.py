@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
+from torch import Tensor
 
 from aerie.attention.config import CacheConfig
+from aerie.kernels.lora.product import ROW_LIMITS, LoraTables, add_lora
 from aerie.speculative.build import EngineSpec
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import LoraConfig, SchedulerConfig
+from aerie.workers.lora import layers
 from aerie.workers.scheduling.plan import SamplingParams
 from tests.speculative.conftest import EOS, Pair
 from tests.support.targets.adapters import make_adapter, merged_tokens
@@ -65,3 +68,25 @@ def adapted(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 def of(name: str) -> SamplingParams:
     """Greedy sampling with an adapter."""
     return replace(GREEDY, adapter=name)
+
+
+class Launches:
+    """What the start of an engine in this process and its steps call `add_lora` with. A kernel's variant follows the
+    layer's tables and the class of the number of rows."""
+
+    def __init__(self) -> None:
+        self.phase = "start"
+        self.variants: dict[str, set[tuple[Any, ...]]] = {"start": set(), "step": set()}
+
+    def add_lora(self, y: Tensor, x: Tensor, tables: LoraTables, lora_indices: Tensor) -> Tensor:
+        rows = sum(x.shape[0] > limit for limit in ROW_LIMITS)
+        self.variants[self.phase].add((x.shape[1], y.shape[1], tables.up.shape, tables.parts, x.dtype, rows))
+        result: Tensor = add_lora.reference(y, x, tables, lora_indices)
+        return result
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    found = Launches()
+    monkeypatch.setattr(layers, "add_lora", found.add_lora)
+    return found

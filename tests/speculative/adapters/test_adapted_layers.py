@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from aerie.attention.config import CacheConfig
-from aerie.speculative.build import local_engine, plan_engine, plan_weights
+from aerie.speculative.build import EngineSpec, local_engine, plan_engine, plan_weights
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import LoraConfig, SchedulerConfig
-from tests.speculative.adapters.conftest import GREEDY, Adapted, of
+from tests.speculative.adapters.conftest import GREEDY, Adapted, Launches, of
 from tests.speculative.conftest import EOS, Pair
 from tests.support.slow import slow
 from tests.support.targets.adapters import experts_without_adapters, make_adapter, merged_tokens
@@ -75,6 +75,16 @@ METHODS: dict[str, SpeculativeConfig | None] = {
 }
 
 
+def spec_of(adapted: Adapted, method: str, ranks: int) -> EngineSpec:
+    """An engine with both adapters. method: of METHODS."""
+    speculative = METHODS[method]
+    if speculative is not None and speculative.path:
+        speculative = dataclasses.replace(speculative, path=str(adapted.pair.eagle))
+    cache, scheduler = CacheConfig(page_size=4, num_pages=160, state_snapshots=16), SchedulerConfig(6, 24)
+    spec = adapted.pair.spec(speculative, cache, scheduler, tensor_parallel=ranks)
+    return dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, lora=LoraConfig(adapted.adapters, 2)))
+
+
 @pytest.mark.parametrize(
     ("architecture", "method", "ranks"),
     [
@@ -100,21 +110,27 @@ def test_all_layers_of_a_family_take_adapters(
 ) -> None:
     """Prompts in chunks beside rounds; requests with both adapters and none in one batch, then with none, and then from
     cached pages."""
-    adapted, speculative = family(architecture), METHODS[method]
+    adapted = family(architecture)
     pair = adapted.pair
-    if speculative is not None and speculative.path:
-        speculative = dataclasses.replace(speculative, path=str(pair.eagle))
-    cache, scheduler = CacheConfig(page_size=4, num_pages=160, state_snapshots=16), SchedulerConfig(6, 24)
-    spec = pair.spec(speculative, cache, scheduler, tensor_parallel=ranks)
-    spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, lora=LoraConfig(adapted.adapters, 2)))
     jobs = [(name, i) for i in range(len(pair.prompts)) for name in ("", "all", "half")]
     accepted = 0
-    with local_engine(spec) as engine:
+    with local_engine(spec_of(adapted, method, ranks)) as engine:
         for chosen in (jobs, [("", i) for i in range(len(pair.prompts))], jobs[:3]):
             requests = engine.generate([pair.prompts[i] for _, i in chosen], [of(name) for name, _ in chosen])
             assert [request.output for request in requests] == [adapted.expected[name][i] for name, i in chosen]
             accepted += sum(sum(request.acceptance_histogram[1:]) for request in requests)
     assert accepted > 0 or method in ("none", "suffix"), "some drafts are right"
+
+
+@pytest.mark.parametrize("architecture", ["Qwen3_5", *slow("DeepseekV3", "Gemma4")])
+def test_a_start_launches_the_kernels_of_all_layers(
+    family: Callable[[str], Adapted], launches: Launches, architecture: str
+) -> None:
+    adapted = family(architecture)
+    with local_engine(spec_of(adapted, "none", 1)) as engine:
+        launches.phase = "step"
+        engine.generate(adapted.pair.prompts, of("all"))
+    assert launches.variants["step"] and launches.variants["start"] >= launches.variants["step"]
 
 
 def test_the_plan_counts_shared_experts_that_a_gpu_has_twice(tmp_path: Path) -> None:

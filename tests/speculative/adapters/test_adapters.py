@@ -8,19 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from aerie.kernels.lora.product import ROW_LIMITS, LoraTables
 from aerie.speculative.build import local_engine
 from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import GraphCapture, LoraConfig
 from aerie.workers.distributed.tp_group import SOLO
-from aerie.workers.lora import layers
 from aerie.workers.runner.graphs.cuda_graph import GraphedDecoding
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.runner.worker import Worker
 from aerie.workers.scheduling.request import Request
-from tests.speculative.adapters.conftest import SETTINGS, Adapted, of
+from tests.speculative.adapters.conftest import SETTINGS, Adapted, Launches, of
 from tests.speculative.conftest import Pair
 from tests.speculative.test_graphs_while_serving import TOKENS
 from tests.support.kernels.eager_graphs import LazyRecorder
@@ -74,23 +71,11 @@ def test_captured_steps_serve_all_adapters(adapted: Adapted, method: str) -> Non
         assert recorder.num_replays > 0
 
 
-def test_a_start_launches_every_kernel_of_adapters_that_steps_launch(
-    adapted: Adapted, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kernel's variant follows the layer's tables and the class of the number of rows."""
-    reference = layers.add_lora.reference
-    launched: dict[str, set[tuple[Any, ...]]] = {"start": set(), "step": set()}
-    phase = "start"
-
-    def spy(y: Tensor, x: Tensor, tables: LoraTables, places: Tensor) -> Tensor:
-        rows = sum(x.shape[0] > limit for limit in ROW_LIMITS)
-        launched[phase].add((x.shape[1], y.shape[1], tables.up.shape, tables.parts, x.dtype, rows))
-        return reference(y, x, tables, places)
-
-    monkeypatch.setattr(layers, "add_lora", spy)
+def test_a_start_launches_every_kernel_of_adapters_that_steps_launch(adapted: Adapted, launches: Launches) -> None:
     with local_engine(adapted.spec(adapted.pair.tree())) as engine:
-        phase = "step"
+        launches.phase = "step"
         tokens(engine, adapted, ["", "small", "large"])
+    launched = launches.variants
     assert launched["step"] and launched["start"] >= launched["step"]
     assert {key[-1] for key in launched["start"]} == {0, 1, 2}
 
