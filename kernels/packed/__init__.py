@@ -11,5 +11,6 @@ experts   the weighted sum of each row's experts; cuda: one row with MXFP4 weigh
           kernel by the number of rows:
   expert_gate_up_triton  gate and up projections
   expert_down_triton     down projections (expert_steps_triton: one step of both)
+adapted_experts  the same with LoRA adapters
 expert_tiles  tile sizes of the experts' kernels, and the workspace
 """

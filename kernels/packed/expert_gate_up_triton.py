@@ -61,6 +61,7 @@ def gate_up_of_blocks(
     LISTED: tl.constexpr,
     CLAMPED: tl.constexpr,
     CUBED: tl.constexpr,
+    RAW: tl.constexpr,
     CODE: tl.constexpr,
     SCALES: tl.constexpr,
     TYPE: tl.constexpr,
@@ -81,6 +82,7 @@ def gate_up_of_blocks(
         `order_by_expert`, of which those of the EXPERTS are cleared.
     part_ptr, ticket_ptr: float32 sums of the SPLITS programs of an output, which the last one adds, and their counters.
     alpha, limit, shift, cubic, CLAMPED, CUBED: the activation.
+    RAW: write gate and up themselves to hidden_ptr, [blocks, 8 * ROW_TILES, 2 * WIDTH]; not if LISTED.
     WARPS_K, STEPS: warps of a program beside each other in inputs, and their steps.
     STAGES, SCALES, TYPE, SCALE_TYPE, PDL, INTERPRETED: as in `expert_down_triton.down_of_listed`.
     """
@@ -173,14 +175,19 @@ def gate_up_of_blocks(
         elif bias_ptr is not None:
             gate += tl.load(bias_ptr + at, mask=live, other=0.0)
             up += tl.load(bias_ptr + at + WIDTH, mask=live, other=0.0)
-        hidden = activated(gate, up, alpha, limit, shift, cubic, False, CLAMPED, CUBED)
         row = block * BLOCK_M + m
-        if LISTED:
-            tl.store(share_ptr + row, factor, mask=live & (n == 0))
-            if down_scale_ptr is not None:
-                factor *= tl.load(down_scale_ptr + expert)
-            hidden = tl.where(uses, hidden * factor, 0.0)
-        tl.store(hidden_ptr + row.to(tl.int64) * WIDTH + n, hidden.to(hidden_ptr.dtype.element_ty), mask=live)
+        if RAW:
+            inner = hidden_ptr + row.to(tl.int64) * (2 * WIDTH) + n
+            tl.store(inner, gate.to(hidden_ptr.dtype.element_ty), mask=live)
+            tl.store(inner + WIDTH, up.to(hidden_ptr.dtype.element_ty), mask=live)
+        else:
+            hidden = activated(gate, up, alpha, limit, shift, cubic, False, CLAMPED, CUBED)
+            if LISTED:
+                tl.store(share_ptr + row, factor, mask=live & (n == 0))
+                if down_scale_ptr is not None:
+                    factor *= tl.load(down_scale_ptr + expert)
+                hidden = tl.where(uses, hidden * factor, 0.0)
+            tl.store(hidden_ptr + row.to(tl.int64) * WIDTH + n, hidden.to(hidden_ptr.dtype.element_ty), mask=live)
 
 
 @triton.jit

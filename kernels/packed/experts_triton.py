@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from aerie.kernels.experts.many_rows_triton import MAX_PARTIAL_BYTES, sum_choices
-from aerie.kernels.experts.order_triton import bins_of, order_by_expert
+from aerie.kernels.experts.order_triton import ExpertOrder, bins_of, order_by_expert
 from aerie.kernels.experts.route import Routed, RouterLogits
 from aerie.kernels.experts.route_triton import route
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
@@ -130,25 +130,42 @@ def ordered_experts(
     for first in range(0, size, span):
         columns = min(span, size - first)
         parts = torch.empty((rows * slots, columns), dtype=out.dtype, device=out.device)
-        down_of_blocks[(triton.cdiv(columns, TILE * down.warps_n), blocks)](
-            hidden,
-            weights.down.codes,
-            weights.down.scales,
-            weights.down.zeros,
-            weights.down.row_scale,
-            weights.down_bias,
-            parts,
-            routed.weight,
-            order.pairs,
-            order.experts,
-            first // TILE,
-            SPAN=columns,
-            ROW_TILES=down.row_tiles,
-            WARPS_N=down.warps_n,
-            **_common(x, weights, weights.down, down, weights.width, 1),
-        )
+        down_of_order(hidden, routed, order, weights, down, first, parts)
         sum_choices(parts, routed.chosen, out, first // span, span, weights.held is not None)
     return out
+
+
+def down_of_order(
+    hidden: Tensor,
+    routed: Routed,
+    order: ExpertOrder,
+    weights: PackedExpertWeights,
+    down: PackedTiles,
+    first: int,
+    parts: Tensor,
+) -> None:
+    """Write columns `first` and following of the weighted down projections to parts [rows * slots, columns].
+
+    hidden: [cells, width] inner activations, in the blocks of `order`.
+    """
+    columns = parts.shape[1]
+    down_of_blocks[(triton.cdiv(columns, TILE * down.warps_n), order.experts.shape[0])](
+        hidden,
+        weights.down.codes,
+        weights.down.scales,
+        weights.down.zeros,
+        weights.down.row_scale,
+        weights.down_bias,
+        parts,
+        routed.weight,
+        order.pairs,
+        order.experts,
+        first // TILE,
+        SPAN=columns,
+        ROW_TILES=down.row_tiles,
+        WARPS_N=down.warps_n,
+        **_common(hidden, weights, weights.down, down, weights.width, 1),
+    )
 
 
 def columns_at_once(bytes_of_column: int, size: int, step: int) -> int:
@@ -168,8 +185,9 @@ def gate_up(
     tiles: PackedTiles,
     hidden: Tensor,
     share: Tensor | None,
+    raw: bool = False,
 ) -> None:
-    """Write the inner activations of blocks to `hidden`.
+    """Write the inner activations of blocks to `hidden`; with `raw` gate and up themselves, [rows, 2 * width].
 
     x: [rows, size] in 16 bits, last stride 1.
     routed: the rows' experts and routing weights.
@@ -214,6 +232,7 @@ def gate_up(
         LISTED=pairs is None,
         CLAMPED=activation.limit is not None,
         CUBED=activation.cubic != 0.0,
+        RAW=raw,
         **_common(x, weights, weights.gate_up, tiles, size, tiles.splits),
     )
 

@@ -7,10 +7,12 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from aerie.kernels.experts.adapted.product import ExpertAdapters
 from aerie.kernels.experts.route import RouterLogits
 from aerie.kernels.experts.weights import ExpertSizes
 from aerie.kernels.fp8.rows import Fp8Rows
 from aerie.kernels.gemm.workspace import GEMMOptions
+from aerie.kernels.packed.adapted_experts import packed_adapted_experts
 from aerie.kernels.packed.expert_tiles import packed_expert_workspace
 from aerie.kernels.packed.experts import PackedExpertWeights, packed_expert_products, unserved, with_raised_scales
 from aerie.kernels.packed.weight import TILE, PackedWeight
@@ -158,6 +160,22 @@ class PackedExperts(ExpertsMethod):
         assert isinstance(x, Tensor), "fp8_inputs is None"
         assert self._weights is not None, "call finish first"
         return packed_expert_products(x, router, self._weights, self._options, out)
+
+    @property
+    def adapters_fault(self) -> str:
+        first = self.shape.down.parts[0].columns.first - self.scheme.widened(self.shape.down.parts[0].columns).first
+        if first == 0 and self._width == self.shape.width:
+            return ""
+        return (
+            f"experts stored as {self.format} take adapters if {TILE} and the groups of a scale divide their width on "
+            f"each rank, which is {self.shape.width}; change parallel.tensor_parallel or leave lora.experts out"
+        )
+
+    def multiply_adapted(
+        self, x: Tensor, router: RouterLogits, adapters: ExpertAdapters, out: Tensor | None = None
+    ) -> Tensor:
+        assert self._weights is not None, "call finish first"
+        return packed_adapted_experts(x, router, self._weights, adapters, self._options, out)
 
 
 def _key(part: Part, kind: str) -> str:

@@ -2,6 +2,8 @@
 activation, and the same for down projections. Reads nothing on the host in bfloat16 on compute capability 9.0
 (`aerie.kernels.experts.grouped.grouped_experts`)."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +14,8 @@ from aerie.kernels.experts.gated import SWIGLU, GatedActivation
 from aerie.kernels.experts.grouped import Biases
 from aerie.kernels.norm.norm import silu_mul
 
+Product = Callable[[Tensor, ExpertBlocks], Tensor]
+"""Inputs [cells, in_features] and their blocks -> each cell's product with its expert: [cells, out_features]."""
 CELLS_OF_BLOCK = 16  # on GPUs; the smallest tile of a tensor core
 
 
@@ -37,15 +41,35 @@ def adapted_experts(
     activation: of gate and up.
     biases: [experts, 2 * width] and [experts, size].
     """
-    (num_rows, slots), num_experts = chosen.shape, gate_up.shape[0]
-    blocks = blocks_by_expert(chosen, num_experts, block_m)
     aligned = all(matrix.shape[2] * matrix.element_size() % ALIGNED_BYTES == 0 for matrix in (gate_up, down))
+    first, second = (None, None) if biases is None else biases
+
+    def gates(x: Tensor, blocks: ExpertBlocks) -> Tensor:
+        return _products(x, gate_up, blocks, aligned, first)
+
+    def downs(x: Tensor, blocks: ExpertBlocks) -> Tensor:
+        return _products(x, down, blocks, aligned, second)
+
+    blocks = blocks_by_expert(chosen, gate_up.shape[0], block_m)
+    return weighted_sum(x, blocks, weight, gates, downs, adapters, activation)
+
+
+def weighted_sum(
+    x: Tensor,
+    blocks: ExpertBlocks,
+    weight: Tensor,
+    gates: Product,
+    downs: Product,
+    adapters: ExpertAdapters,
+    activation: GatedActivation,
+) -> Tensor:
+    """Return `adapted_experts` of other products. gates, downs: see `Product`."""
+    num_rows, slots = weight.shape
     used, pair = blocks.pairs >= 0, blocks.pairs.clamp_min(0).long()
-    inner = _products(x.index_select(0, pair // slots), gate_up, blocks, aligned, None if biases is None else biases[0])
+    inner = gates(x.index_select(0, pair // slots), blocks)
     add_expert_lora(inner, x, adapters.gate_up, blocks, adapters.lora_indices)
     hidden = silu_mul(inner) if activation == SWIGLU else activation(*inner.chunk(2, -1))
-    outputs = _products(hidden, down, blocks, aligned, None if biases is None else biases[1])
-    outputs = outputs.float() * weight.flatten()[pair, None]
+    outputs = downs(hidden, blocks).float() * weight.flatten()[pair, None]
     parts = x.new_zeros(num_rows * slots + 1, outputs.shape[1])  # the last one for unused cells
     parts.index_copy_(0, torch.where(used, pair, num_rows * slots), outputs.to(x.dtype))
     add_expert_lora(parts[:-1], hidden, adapters.down, blocks, adapters.lora_indices, weight.contiguous())

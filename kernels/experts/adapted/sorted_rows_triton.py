@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from aerie.kernels.experts.adapted.cells_triton import activate_cells, gate_up_of_cells
 from aerie.kernels.experts.adapted.product import ExpertAdapters, ExpertBlocks, add_expert_lora
-from aerie.kernels.experts.gated import SWIGLU
+from aerie.kernels.experts.gated import SWIGLU, GatedActivation
 from aerie.kernels.experts.many_rows_triton import down_projections, many_row_tiles, sum_choices
 from aerie.kernels.experts.order_triton import ExpertOrder, bins_of, order_by_expert
 from aerie.kernels.experts.route import Routed
@@ -59,7 +59,7 @@ def adapted_row_experts(
         routed.reset_count()
         raise
     add_expert_lora(inner, x, adapters.gate_up, blocks, adapters.lora_indices)
-    hidden, factored = _activated(inner, order, weights, tiles)
+    hidden, factored = _inner_rows(inner, order, weights, tiles)
     parts = torch.empty((rows * slots, weights.size), dtype=out.dtype, device=out.device)
     down_projections(factored, routed.weight, order, weights, tiles, 0, parts)
     add_expert_lora(parts, hidden, adapters.down, blocks, adapters.lora_indices, routed.weight)
@@ -104,16 +104,33 @@ def _gate_up(
     )
 
 
-def _activated(
+def _inner_rows(
     inner: Tensor, order: ExpertOrder, weights: ExpertWeights, tiles: ExpertTiles
 ) -> tuple[Tensor, InnerRows]:
     """Return the inner activations by cell: [cells, width] in inner's dtype, and as the down projections take them."""
-    (cells, _), width, activation, block_n = inner.shape, weights.width, weights.activation, tiles.gate_up.block_n
-    hidden = torch.empty((cells, width), dtype=inner.dtype, device=inner.device)
-    num_blocks, blocks = order.experts.shape[0], cdiv(width, block_n)
+    num_blocks, blocks = order.experts.shape[0], cdiv(weights.width, tiles.gate_up.block_n)
     factors = torch.empty((num_blocks, blocks, tiles.block_m), dtype=torch.float32, device=inner.device)
-    values = torch.empty_like(hidden, dtype=weights.down.dtype) if weights.in_fp8 else None
-    activate_cells[(blocks, num_blocks)](
+    cells, fp8 = inner.shape[0], weights.down.dtype
+    values = torch.empty((cells, weights.width), dtype=fp8, device=inner.device) if weights.in_fp8 else None
+    hidden = activated_cells(inner, order, weights.activation, tiles.gate_up.block_n, values, factors)
+    return hidden, InnerRows(hidden if values is None else values, factors)
+
+
+def activated_cells(
+    inner: Tensor,
+    order: ExpertOrder,
+    activation: GatedActivation,
+    block_n: int,
+    values: Tensor | None = None,
+    factors: Tensor | None = None,
+) -> Tensor:
+    """Return the activation of inner [cells, 2 * width]: [cells, width] in its dtype.
+
+    values, factors: of `InnerRows`, written; None: not in FP8.
+    """
+    cells, width = inner.shape[0], inner.shape[1] // 2
+    hidden = torch.empty((cells, width), dtype=inner.dtype, device=inner.device)
+    activate_cells[(cdiv(width, block_n), order.experts.shape[0])](
         inner,
         hidden,
         values,
@@ -125,7 +142,7 @@ def _activated(
         activation.shift,
         activation.cubic,
         WIDTH=width,
-        BLOCK_M=tiles.block_m,
+        BLOCK_M=order.block_m,
         BLOCK_N=block_n,
         PLAIN=activation == SWIGLU,
         CLAMPED=activation.limit is not None,
@@ -134,4 +151,4 @@ def _activated(
         num_warps=4,
         **pdl_wait(inner.device),
     )
-    return hidden, InnerRows(hidden if values is None else values, factors)
+    return hidden

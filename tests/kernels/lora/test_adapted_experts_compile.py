@@ -10,7 +10,9 @@ pytest.importorskip("triton", reason="the kernels need triton, which is not inst
 from aerie.kernels.experts.adapted import cells_triton  # noqa: E402
 from aerie.kernels.experts.adapted.sorted_rows_triton import adapted_row_tiles  # noqa: E402
 from aerie.kernels.experts.weights import ExpertSizes  # noqa: E402
+from tests.kernels.attend.test_triton_compile import compiled  # noqa: E402
 from tests.kernels.products.test_expert_kernels_compile import DEEPSEEK_V3, QWEN3, check  # noqa: E402
+from tests.kernels.products.test_packed_experts_compile import GPT_OSS, MOVED, cases  # noqa: E402
 
 pytestmark = [
     pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="the interpreter compiles nothing"),
@@ -45,3 +47,10 @@ def test_activations_fit_hopper(in_fp8: bool, tmp_path: Path) -> None:
     pointers = {"inner_ptr": "bf16", "hidden_ptr": "bf16", "values_ptr": "fp8e4nv", "factors_ptr": "fp32"}
     pointers |= dict.fromkeys(("alpha", "limit", "shift", "cubic"), "fp32")
     check(tmp_path, cells_triton.activate_cells, pointers, constants, (4, 3), {})
+
+
+def test_gates_of_few_bits_fit_hopper(tmp_path: Path) -> None:
+    """Gate and up themselves, of blocks of 16 rows."""
+    kernel, pointers, constants, warps = cases(1 << 20, GPT_OSS, MOVED.value, 32)[0]
+    spills, _, ptx = compiled(kernel, tmp_path, pointers, constants | {"RAW": True}, warps, 3)
+    assert constants["ROW_TILES"] == 2 and spills <= 16 and "mma.sync.aligned.m16n8k16" in ptx

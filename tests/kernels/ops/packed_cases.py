@@ -4,9 +4,11 @@ from typing import Any
 
 import torch
 
+from aerie.kernels.experts.adapted.product import ExpertAdapters
 from aerie.kernels.experts.gated import GELU_TANH, SWIGLU
 from aerie.kernels.experts.route import RouterLogits, Routing
 from aerie.kernels.gemm.workspace import GEMMOptions, Workspace
+from aerie.kernels.packed.adapted_experts import packed_adapted_experts
 from aerie.kernels.packed.cuda.gated_mlp_tiles import gated_mlp_words
 from aerie.kernels.packed.expert_tiles import packed_expert_tiles, partial_sizes
 from aerie.kernels.packed.experts import PackedExpertWeights, packed_expert_products
@@ -14,6 +16,7 @@ from aerie.kernels.packed.product import PackedProduct, choose_product, gated_ml
 from aerie.kernels.packed.tiles import packed_workspace_size
 from aerie.kernels.packed.weight import PackedWeight, pack
 from tests.kernels.ops.case import Case
+from tests.kernels.ops.lora_cases import expert_tables
 
 SIZE, WIDTH, EXPERTS, SLOTS = 128, 64, 4, 2
 
@@ -36,6 +39,15 @@ def arguments(rows: int, device: torch.device) -> tuple[Any, ...]:
     workspace = Workspace.allocate(max(cells, 1), max(tickets, 64), device)
     router = RouterLogits(logits, None, Routing(EXPERTS, SLOTS, normalise=True))
     return x, router, weights, GEMMOptions(workspace)
+
+
+def adapted_arguments(rows: int, device: torch.device) -> tuple[Any, ...]:
+    """`arguments` with two adapters, and rows without."""
+    x, router, weights, options = arguments(rows, device)
+    gates = expert_tables(2, EXPERTS, 16, SIZE, (0, WIDTH, 2 * WIDTH), x.dtype, device)
+    downs = expert_tables(2, EXPERTS, 16, WIDTH, (0, SIZE), x.dtype, device)
+    index = (torch.arange(rows) % 3 - 1).int().to(device)
+    return x, router, weights, ExpertAdapters(gates, downs, index), options
 
 
 def mlp_arguments(rows: int, device: torch.device) -> tuple[Any, ...]:
@@ -93,6 +105,15 @@ CASES = (
     ),
     *(
         Case(packed_expert_products, f"{rows} rows", lambda device, rows=rows: arguments(rows, device), slow=rows > 3)
+        for rows in (3, 20)
+    ),
+    *(
+        Case(
+            packed_adapted_experts,
+            f"{rows} rows",
+            lambda device, rows=rows: adapted_arguments(rows, device),
+            tolerance=2.0**-5,  # rounded before the activation and after it, and twice at the end
+        )
         for rows in (3, 20)
     ),
     *(Case(gated_mlp, f"{rows} rows", lambda device, rows=rows: mlp_arguments(rows, device)) for rows in (1, 3)),

@@ -60,6 +60,7 @@ def product(
         "LISTED": listed,
         "CLAMPED": True,
         "CUBED": True,
+        "RAW": False,
         "CODE": code,
         "SCALES": tiles.scales_weights,
         "TYPE": tl.bfloat16,

@@ -28,6 +28,7 @@ from tests.speculative.adapters.test_adapter_files import spec_of
 from tests.speculative.adapters.test_adapters import speculation, tokens
 from tests.speculative.conftest import EOS, Pair
 from tests.speculative.test_graphs_while_serving import TOKENS
+from tests.support.int_checkpoints import pack_quantized, quantise
 from tests.support.kernels.eager_graphs import LazyRecorder
 from tests.support.slow import slow
 from tests.support.targets.adapters import make_adapter, merged_tokens
@@ -165,6 +166,30 @@ def test_families_stack_experts_in_their_own_ways(tmp_path: Path, architecture: 
     lora = LoraConfig({"a": str(adapter)}, experts=True)
     with local_engine(spec_of(target, lora, tensor_parallel=ranks, expert_parallel=whole)) as engine:
         assert [request.output for request in engine.generate(prompts, of("a"))] == expected
+
+
+def packed_target(folder: Path, source: Path) -> Path:
+    """int4 in groups of 32, with the weights that it means in the folder `plain`."""
+    return quantise(source, folder, pack_quantized())
+
+
+def test_experts_of_few_bits_take_adapters(tmp_path: Path) -> None:
+    """Tokens are those of peft's merge of the dequantised checkpoint."""
+    source = make_target(tmp_path / "s", architecture="Qwen3Moe", num_hidden_layers=2, moe_intermediate_size=128)
+    adapter = make_adapter(tmp_path / "adapter", source, 5, **FORMS["parameters"])
+    target, prompts = packed_target(tmp_path / "packed", source), prompts_of(37, 5)
+    expected = merged_tokens(target / "plain", adapter, prompts, GREEDY.max_tokens, EOS)
+    assert expected != merged_tokens(target / "plain", None, prompts, GREEDY.max_tokens, EOS)
+    lora = LoraConfig({"a": str(adapter)}, experts=True)
+    with local_engine(spec_of(target, lora, tensor_parallel=2)) as engine:
+        assert [request.output for request in engine.generate(prompts, of("a"))] == expected
+
+
+def test_experts_of_few_bits_and_an_odd_width_are_refused(tmp_path: Path) -> None:
+    source = make_target(tmp_path / "s", architecture="Qwen3Moe", num_hidden_layers=2, moe_intermediate_size=96)
+    spec = spec_of(packed_target(tmp_path / "packed", source), LoraConfig(experts=True))
+    with pytest.raises(ValueError, match=r"lora\.experts: .* take adapters if 64 and the groups .* is 96; change"):
+        check_weights(spec, plan_engine(spec))
 
 
 def refusal(experts: Adapted, lora: LoraConfig) -> str:
