@@ -5,10 +5,14 @@ import dataclasses
 from pathlib import Path
 
 import pytest
+import torch
 from msgspec.structs import replace
+from safetensors.torch import load_file, save_file
 
-from aerie.speculative.build import local_engine
+from aerie.speculative.build import check_weights, local_engine, plan_engine
+from aerie.speculative.config import SpeculativeConfig
 from aerie.workers.config import LoraConfig
+from aerie.workers.lora.adapter_config import WEIGHTS_FILE
 from aerie.workers.runner.local_engine import LocalEngine
 from aerie.workers.scheduling.commands.command_queue import FEW_ROUNDS
 from aerie.workers.scheduling.plan import SamplingParams
@@ -95,3 +99,17 @@ def test_an_adapter_of_the_draft_drafts_what_the_merged_draft_drafts(
         assert [each.output for each in found[name]] == [each.output for each in expected]
         assert list(map(accepted, found[name])) == list(map(accepted, expected))
         assert sum(map(sum, map(accepted, expected))) > 0
+
+
+def test_an_adapter_of_a_drafts_head_is_refused_by_name(pair: Pair, tmp_path: Path) -> None:
+    adapter = make_draft_adapter(make_adapter(tmp_path / "a", pair.target, 5), pair.eagle3, 6)
+    tensors = load_file(adapter / "draft" / WEIGHTS_FILE)
+    module = "base_model.model.lm_head"
+    tensors |= {f"{module}.lora_A.weight": torch.ones(8, 64), f"{module}.lora_B.weight": torch.ones(40, 8)}
+    save_file(tensors, adapter / "draft" / WEIGHTS_FILE)
+    spec = pair.spec(SpeculativeConfig(str(pair.eagle3), "eagle3", 3, 1, 4))
+    spec = dataclasses.replace(spec, worker=dataclasses.replace(spec.worker, lora=LoraConfig({"a": str(adapter)})))
+    with pytest.raises(
+        ValueError, match=r"a/draft: does not fit; lm_head is of a layer .* may change down_proj, fc, gate"
+    ):
+        check_weights(spec, plan_engine(spec))
