@@ -171,12 +171,12 @@ class StateBatch:
     def recur(self, layer: int, rows: DeltaRows, weights: DeltaWeights) -> Tensor:
         """Return the outputs [rows, value_heads * value_dim] of layer `layer` for all rows of the pass, and advance its
         states. The outputs of padding rows are finite."""
-        kept, split = self.pool.layer(layer), self.num_round_rows
+        layer_state, split = self.pool.layer(layer), self.num_round_rows
         out = torch.empty_like(rows.z, memory_format=torch.contiguous_format)
         if self.rounds is not None:
             of_rounds = rows if self.chunks is None else rows.part(0, split)
-            delta_rule_rounds(of_rounds, weights, kept, self.rounds, out[:split])
+            delta_rule_rounds(of_rounds, weights, layer_state, self.rounds, out[:split])
         if self.chunks is not None:
             of_chunks = rows if self.rounds is None else rows.part(split, rows.z.shape[0])
-            delta_rule_chunks(of_chunks, weights, kept, self.chunks, out[split:])
+            delta_rule_chunks(of_chunks, weights, layer_state, self.chunks, out[split:])
         return out

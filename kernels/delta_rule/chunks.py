@@ -48,16 +48,16 @@ def scratch_bytes(heads: DeltaHeads, dtype: torch.dtype, num_rows: int, num_chun
     return scratch_dtype(heads, dtype).itemsize * numbers + 4 * num_rows * heads.value_heads
 
 
-def _fits(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, *_: object) -> bool:
-    return fits_kernels(kept)
+def _fits(rows: DeltaRows, weights: DeltaWeights, layer: LayerState, *_: object) -> bool:
+    return fits_kernels(layer)
 
 
-def _is_fixed(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: ChunkTables, *_: object) -> bool:
-    return tables.fixed and fits_kernels(kept)
+def _is_fixed(rows: DeltaRows, weights: DeltaWeights, layer: LayerState, tables: ChunkTables, *_: object) -> bool:
+    return tables.fixed and fits_kernels(layer)
 
 
-def _check(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: ChunkTables, out: Tensor) -> None:
-    check_layer(rows, weights, kept, out)
+def _check(rows: DeltaRows, weights: DeltaWeights, layer: LayerState, tables: ChunkTables, out: Tensor) -> None:
+    check_layer(rows, weights, layer, out)
     chunks = tables.slots.shape[0]
     check_slots(tables.slots)
     assert tables.qo_indptr.shape == (chunks + 1,) and tables.snapshot_entry.dtype == torch.int64
@@ -78,7 +78,7 @@ def _check(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: Chu
     contract=_check,
 )
 def delta_rule_chunks(
-    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: ChunkTables, out: Tensor
+    rows: DeltaRows, weights: DeltaWeights, layer: LayerState, tables: ChunkTables, out: Tensor
 ) -> None:
     """Compute the outputs of prompt chunks, and advance the states of their slots by all rows.
 
@@ -86,17 +86,17 @@ def delta_rule_chunks(
     not have committed rows (count is 0, and is not read). A chunk without rows changes nothing.
 
     rows     [N] rows, N >= qo_indptr[-1]
-    kept     state and conv of the chunks' slots, and snapshots, are written
+    layer    state and conv of the chunks' slots, and snapshots, are written
     out      [N, Hv * dv] of the model's dtype, last stride 1, written: the gated norm of the outputs; zeros for padding
     """
-    heads, full = kept.heads, kept.state.dtype
+    heads, full = layer.heads, layer.state.dtype
     borders = tables.qo_indptr.tolist()
     fields = (tables.slots, tables.starts, tables.snapshot_at, tables.snapshot_entry)
     described = zip(*(each.tolist() for each in fields), pairwise(borders), strict=True)
     for slot, start, snapshot_at, entry, (first, end) in described:
         if first == end:
             continue
-        history, state = kept.conv[slot], kept.state[slot]
+        history, state = layer.conv[slot], layer.state[slot]
         if start == 0:
             history, state = torch.zeros_like(history), torch.zeros_like(state)
         qkv = torch.cat((history, rows.qkv[first:end]))
@@ -110,8 +110,8 @@ def delta_rule_chunks(
             outputs.append(o)
             done = stop
             if stop == snapshot_at - start:
-                kept.saved_state[entry], kept.saved_conv[entry] = state, qkv[stop : stop + HISTORY]
-        kept.state[slot], kept.conv[slot] = state, qkv[-HISTORY:]
+                layer.saved_state[entry], layer.saved_conv[entry] = state, qkv[stop : stop + HISTORY]
+        layer.state[slot], layer.conv[slot] = state, qkv[-HISTORY:]
         out[first:end] = gated_norm(torch.cat(outputs, 1).transpose(0, 1), rows.z[first:end], weights)
     out[borders[-1] :] = 0
 

@@ -359,28 +359,28 @@ def padded_chunks(num_chunks: int) -> int:
 def delta_rule_chunks(
     rows: DeltaRows,
     weights: DeltaWeights,
-    kept: LayerState,
+    layer: LayerState,
     tables: ChunkTables,
     out: Tensor,
     tiles: ChunkTiles | None = None,
 ) -> None:
     """Implement `aerie.kernels.delta_rule.chunks.delta_rule_chunks`: write the gated outputs of prompt chunks to out
     [N, Hv * dv], and advance the states of their slots by all rows. Allocates `scratch_bytes`."""
-    heads, num_rows, num_chunks = kept.heads, out.shape[0], tables.slots.shape[0]
+    heads, num_rows, num_chunks = layer.heads, out.shape[0], tables.slots.shape[0]
     dtype, device = scratch_dtype(heads, rows.qkv.dtype), out.device
     x = torch.empty((num_rows, heads.channels), dtype=dtype, device=device)
     w = torch.empty((num_rows, heads.value_heads, heads.key_dim), dtype=dtype, device=device)
     u = torch.empty((num_rows, heads.value_heads, heads.value_dim), dtype=dtype, device=device)
     decay = torch.empty((num_rows, heads.value_heads), dtype=torch.float32, device=device)
     blocks = max_blocks(num_rows, num_chunks)
-    begin = torch.empty((blocks, *kept.state.shape[1:]), dtype=dtype, device=device)
+    begin = torch.empty((blocks, *layer.state.shape[1:]), dtype=dtype, device=device)
     tiles = tiles or chunk_tiles(heads.value_dim)
     sizes = {"HK": heads.key_heads, "HV": heads.value_heads, "DK": heads.key_dim, "DV": heads.value_dim}
     sizes |= {"CHUNKS_PADDED": padded_chunks(num_chunks), "BLOCK": BLOCK}
     of_chunks = (tables.qo_indptr, tables.starts, tables.snapshot_at)
     of_blocks = {name: sizes[name] for name in ("CHUNKS_PADDED", "BLOCK")}
     _convolve[(triton.cdiv(heads.channels, CHANNELS), blocks)](
-        rows.qkv, weights.conv, kept.conv, x, tables.slots, *of_chunks, num_chunks, rows.qkv.stride(0),
+        rows.qkv, weights.conv, layer.conv, x, tables.slots, *of_chunks, num_chunks, rows.qkv.stride(0),
         C=heads.channels, CHANNELS=CHANNELS, **of_blocks, num_warps=4, num_stages=1,
     )  # fmt: skip
     _solve[(heads.value_heads, blocks)](
@@ -389,7 +389,7 @@ def delta_rule_chunks(
         **sizes, num_warps=tiles.solve, num_stages=1,
     )  # fmt: skip
     _advance[(heads.value_heads, heads.value_dim // tiles.part, num_chunks)](
-        rows.qkv, x, w, u, decay, begin, kept.state, kept.conv, kept.saved_state, kept.saved_conv,
+        rows.qkv, x, w, u, decay, begin, layer.state, layer.conv, layer.saved_state, layer.saved_conv,
         tables.slots, *of_chunks, tables.snapshot_entry, num_chunks, rows.qkv.stride(0),
         **sizes, PART=tiles.part, num_warps=tiles.advance, num_stages=tiles.stages,
     )  # fmt: skip

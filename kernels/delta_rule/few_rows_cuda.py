@@ -52,14 +52,14 @@ def alignment(rows: DeltaRows) -> int:
 
 
 def constants_of(
-    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, width: int, tiles: Tiles, early: bool
+    rows: DeltaRows, weights: DeltaWeights, layer: LayerState, width: int, tiles: Tiles, early: bool
 ) -> tuple[tuple[str, int | float], ...]:
     """Return the kernel's macros."""
-    heads = kept.heads
+    heads = layer.heads
     return (
         ("WIDTH", width),
-        ("PATH", kept.committed.shape[1]),
-        ("PENDING", kept.pending.shape[1]),
+        ("PATH", layer.committed.shape[1]),
+        ("PENDING", layer.pending.shape[1]),
         ("HK", heads.key_heads),
         ("HV", heads.value_heads),
         ("ROW_SIZE", heads.row_size),
@@ -68,26 +68,26 @@ def constants_of(
         ("PROGRAMS", tiles.programs),
         ("PDL", int(early)),
         ("ALIGNED", alignment(rows)),
-        ("SAVED_BF16", int(kept.saved_state.dtype is torch.bfloat16)),
+        ("SAVED_BF16", int(layer.saved_state.dtype is torch.bfloat16)),
         ("L2_EPS", formulas.NORM_EPS),
         ("NORM_F32", int(weights.norm.dtype is torch.float32)),
     )
 
 
 def delta_rule_rounds(
-    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
+    rows: DeltaRows, weights: DeltaWeights, layer: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
     """Implement `aerie.kernels.delta_rule.rounds.delta_rule_rounds` for a few rows per request: write the gated outputs
     of new rows to `out`, and advance the states by the committed rows only."""
     batch, width = tables.mask.shape
     early = Capability.of(out.device).supports_pdl
-    tiles = tiles_of(kept.heads.value_heads * batch)
-    defines = constants_of(rows, weights, kept, width, tiles, early)
+    tiles = tiles_of(layer.heads.value_heads * batch)
+    defines = constants_of(rows, weights, layer, width, tiles, early)
     kernel = load(out.get_device(), source(), "delta_few_rows", defines, threads=32 * tiles.warps, shared_bytes=0)
     kernel.launch(
-        (kept.heads.value_heads, batch), (1, 1),
+        (layer.heads.value_heads, batch), (1, 1),
         rows.qkv, rows.z, rows.b, rows.a, out, weights.conv, weights.a_log, weights.dt_bias, weights.norm,
-        kept.state, kept.conv, kept.pending, kept.committed, kept.saved_state, kept.saved_conv, kept.count,
+        layer.state, layer.conv, layer.pending, layer.committed, layer.saved_state, layer.saved_conv, layer.count,
         tables.slots, tables.prefix_len, tables.mask, tables.snapshot_at, tables.snapshot_entry,
         tables.mask.stride(0), rows.qkv.stride(0), rows.z.stride(0), rows.b.stride(0), rows.a.stride(0),
         out.stride(0), float(weights.eps),

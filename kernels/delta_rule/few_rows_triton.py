@@ -236,18 +236,18 @@ def few_row_tiles(value_dim: int, programs: int) -> FewRowTiles:
 
 
 def delta_rule_rounds(
-    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
+    rows: DeltaRows, weights: DeltaWeights, layer: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
     """Implement `aerie.kernels.delta_rule.rounds.delta_rule_rounds` for a few rows per request: write the gated outputs
     of new rows to `out`, and advance the states by the committed rows only."""
-    heads, (batch, width) = kept.heads, tables.mask.shape
+    heads, (batch, width) = layer.heads, tables.mask.shape
     tiles = few_row_tiles(heads.value_dim, heads.value_heads * batch)
     _delta_few_rows[(heads.value_heads, batch)](
         rows.qkv, rows.z, rows.b, rows.a, out, weights.conv, weights.a_log, weights.dt_bias, weights.norm,
-        kept.state, kept.conv, kept.pending, kept.committed, kept.saved_state, kept.saved_conv, kept.count,
+        layer.state, layer.conv, layer.pending, layer.committed, layer.saved_state, layer.saved_conv, layer.count,
         tables.slots, tables.prefix_len, tables.mask, tables.snapshot_at, tables.snapshot_entry, tables.mask.stride(0),
         rows.qkv.stride(0), rows.z.stride(0), rows.b.stride(0), rows.a.stride(0), out.stride(0), weights.eps,
-        WIDTH=width, ROWS=FEW_ROWS, PENDING=kept.pending.shape[1], PATH=kept.committed.shape[1], HK=heads.key_heads,
+        WIDTH=width, ROWS=FEW_ROWS, PENDING=layer.pending.shape[1], PATH=layer.committed.shape[1], HK=heads.key_heads,
         HV=heads.value_heads, DK=heads.key_dim, DV=heads.value_dim, PART=tiles.part,
         R=heads.row_size, SIGMOID=weights.sigmoid, EARLY=tiles.early, num_warps=tiles.warps, num_stages=1,
         maxnreg=tiles.registers, **pdl_wait(out.device),

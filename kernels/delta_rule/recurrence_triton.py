@@ -343,13 +343,13 @@ def _finish(
 def _run(
     rows: DeltaRows,
     weights: DeltaWeights,
-    kept: LayerState,
+    layer: LayerState,
     tables: RoundTables | ChunkTables,
     out: Tensor,
 ) -> None:
     """Launch the three kernels for rounds or for chunks. Arguments that only the other kind reads are placeholders."""
-    heads, device, num_rows = kept.heads, out.device, out.shape[0]
-    path, pending_rows = kept.committed.shape[1], kept.pending.shape[1]  # maximum nodes of a path, and of a tree
+    heads, device, num_rows = layer.heads, out.device, out.shape[0]
+    path, pending_rows = layer.committed.shape[1], layer.pending.shape[1]  # maximum nodes of a path, and of a tree
     if isinstance(tables, RoundTables):
         num_sequences, width = tables.mask.shape
         num_chunks, prepared = 0, num_sequences * (path + width)  # committed rows to replay, then new ones
@@ -367,14 +367,14 @@ def _run(
     sizes = {"HK": heads.key_heads, "HV": heads.value_heads, "DK": heads.key_dim, "DV": heads.value_dim}
     _prepare[(prepared, heads.key_heads)](
         rows.qkv, rows.b, rows.a, weights.conv, weights.a_log, weights.dt_bias, q, k, v, gates,
-        kept.conv, kept.pending, kept.committed, kept.count, tables.slots, mask, qo, starts,
+        layer.conv, layer.pending, layer.committed, layer.count, tables.slots, mask, qo, starts,
         num_chunks, width, path, mask_stride, rows.qkv.stride(0), rows.b.stride(0), rows.a.stride(0), pending_rows,
         **sizes, R=heads.row_size, num_warps=1, num_stages=1,
     )  # fmt: skip
     part = min(PART, heads.value_dim)
     _walk[(heads.value_heads * (heads.value_dim // part), num_sequences)](
         rows.qkv, q, k, v, gates, o,
-        kept.state, kept.conv, kept.committed, kept.saved_state, kept.saved_conv, kept.count,
+        layer.state, layer.conv, layer.committed, layer.saved_state, layer.saved_conv, layer.count,
         tables.slots, mask, prefix, qo, starts, tables.snapshot_at, tables.snapshot_entry,
         num_chunks, width, path, mask_stride, rows.qkv.stride(0),
         **sizes, PART=part, R=heads.row_size, num_warps=1, num_stages=1,
@@ -386,15 +386,15 @@ def _run(
 
 
 def delta_rule_rounds(
-    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
+    rows: DeltaRows, weights: DeltaWeights, layer: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
     """Implement `aerie.kernels.delta_rule.rounds.delta_rule_rounds` for deterministic engines."""
     assert tables.mask.shape[1] <= MAX_ROWS
-    _run(rows, weights, kept, tables, out)
+    _run(rows, weights, layer, tables, out)
 
 
 def delta_rule_chunks(
-    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: ChunkTables, out: Tensor
+    rows: DeltaRows, weights: DeltaWeights, layer: LayerState, tables: ChunkTables, out: Tensor
 ) -> None:
     """Implement `aerie.kernels.delta_rule.chunks.delta_rule_chunks` for deterministic engines."""
-    _run(rows, weights, kept, tables, out)
+    _run(rows, weights, layer, tables, out)

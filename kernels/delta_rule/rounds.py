@@ -26,50 +26,50 @@ from aerie.kernels.delta_rule.tables import (
 from aerie.kernels.operation import Implementation, on_gpu, operation
 
 
-def _fits(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object) -> bool:
-    return fits_kernels(kept) and kept.committed.shape[1] + tables.mask.shape[1] <= MAX_TILE_ROWS
+def _fits(rows: DeltaRows, weights: DeltaWeights, layer: LayerState, tables: RoundTables, *_: object) -> bool:
+    return fits_kernels(layer) and layer.committed.shape[1] + tables.mask.shape[1] <= MAX_TILE_ROWS
 
 
-def _is_fixed(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object) -> bool:
-    return tables.fixed and fits_kernels(kept)
+def _is_fixed(rows: DeltaRows, weights: DeltaWeights, layer: LayerState, tables: RoundTables, *_: object) -> bool:
+    return tables.fixed and fits_kernels(layer)
 
 
-def _is_step(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object) -> bool:
-    return fits_kernels(kept) and tables.mask.shape[1] == 1
+def _is_step(rows: DeltaRows, weights: DeltaWeights, layer: LayerState, tables: RoundTables, *_: object) -> bool:
+    return fits_kernels(layer) and tables.mask.shape[1] == 1
 
 
-def _is_wide(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object) -> bool:
-    return fits_kernels(kept) and tables.is_wide(kept.committed.shape[1])
+def _is_wide(rows: DeltaRows, weights: DeltaWeights, layer: LayerState, tables: RoundTables, *_: object) -> bool:
+    return fits_kernels(layer) and tables.is_wide(layer.committed.shape[1])
 
 
-def _are_few(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object) -> bool:
-    return _fit_a_tile(kept, tables, FEW_ROWS)
+def _are_few(rows: DeltaRows, weights: DeltaWeights, layer: LayerState, tables: RoundTables, *_: object) -> bool:
+    return _fit_a_tile(layer, tables, FEW_ROWS)
 
 
 def _are_few_in_bfloat16(
-    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, *_: object
+    rows: DeltaRows, weights: DeltaWeights, layer: LayerState, tables: RoundTables, *_: object
 ) -> bool:
-    return _fit_a_tile(kept, tables, FEW_CUDA_ROWS) and rows.qkv.dtype is torch.bfloat16
+    return _fit_a_tile(layer, tables, FEW_CUDA_ROWS) and rows.qkv.dtype is torch.bfloat16
 
 
-def _fit_a_tile(kept: LayerState, tables: RoundTables, most: int) -> bool:
+def _fit_a_tile(layer: LayerState, tables: RoundTables, max_rows: int) -> bool:
     """Return whether requests have several rows, and these and the committed ones fit in a tile of `most` rows."""
-    width, heads = tables.mask.shape[1], kept.heads
-    fits = width > 1 and kept.committed.shape[1] + 2 * width <= most
-    return fits and heads.key_dim == heads.value_dim == 128 and kept.state.dtype is torch.float32
+    width, heads = tables.mask.shape[1], layer.heads
+    fits = width > 1 and layer.committed.shape[1] + 2 * width <= max_rows
+    return fits and heads.key_dim == heads.value_dim == 128 and layer.state.dtype is torch.float32
 
 
-def _check(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor) -> None:
-    check_layer(rows, weights, kept, out)
+def _check(rows: DeltaRows, weights: DeltaWeights, layer: LayerState, tables: RoundTables, out: Tensor) -> None:
+    check_layer(rows, weights, layer, out)
     batch, width = tables.mask.shape
-    assert width <= kept.pending.shape[1] and rows.qkv.shape[0] == out.shape[0] == batch * width
+    assert width <= layer.pending.shape[1] and rows.qkv.shape[0] == out.shape[0] == batch * width
     check_slots(tables.slots)
     assert tables.mask.stride(1) == 1 and tables.mask.dtype == torch.int64
     assert tables.slots.shape == tables.prefix_len.shape == (batch,) and tables.prefix_len.dtype == torch.int32
     assert tables.prefix_len.is_contiguous()
     assert tables.snapshot_at.dtype == torch.int32 and tables.snapshot_entry.dtype == torch.int64
-    assert kept.pending.is_contiguous() and kept.committed.is_contiguous() and kept.count.dtype == torch.int32
-    assert not tables.replayed or tables.is_wide(kept.committed.shape[1])
+    assert layer.pending.is_contiguous() and layer.committed.is_contiguous() and layer.count.dtype == torch.int32
+    assert not tables.replayed or tables.is_wide(layer.committed.shape[1])
 
 
 @operation(
@@ -118,7 +118,7 @@ def _check(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: Rou
     contract=_check,
 )
 def delta_rule_rounds(
-    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
+    rows: DeltaRows, weights: DeltaWeights, layer: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
     """Compute the outputs of B requests of R rows each, and advance their states by the committed rows only.
 
@@ -129,16 +129,16 @@ def delta_rule_rounds(
        do not change the state, and become the slot's pending rows.
 
     rows     [B * R] rows, by request, then by node
-    kept     state, pending and snapshots are written; `commit_rows` writes committed, conv and count after the pass
+    layer    state, pending and snapshots are written; `commit_rows` writes committed, conv and count after the pass
     out      [B * R, Hv * dv] of the model's dtype, last stride 1, written: the gated norm of the outputs
     """
     batch, width = tables.mask.shape
-    full, heads = kept.state.dtype, kept.heads
-    count = kept.count[tables.slots].long()
-    committed = kept.committed[tables.slots]
-    seen = torch.cat((kept.conv[tables.slots], committed[..., : heads.channels]), 1)
+    full, heads = layer.state.dtype, layer.heads
+    count = layer.count[tables.slots].long()
+    committed = layer.committed[tables.slots]
+    seen = torch.cat((layer.conv[tables.slots], committed[..., : heads.channels]), 1)
 
-    state = kept.state[tables.slots] if tables.replayed else _replay(weights, kept, tables, seen, committed, count)
+    state = layer.state[tables.slots] if tables.replayed else _replay(weights, layer, tables, seen, committed, count)
 
     request = torch.arange(batch, device=count.device).unsqueeze(1)
     before = seen[request, count.unsqueeze(1) + torch.arange(HISTORY, device=count.device)]
@@ -150,32 +150,32 @@ def delta_rule_rounds(
     o, _, _ = block(state, q, k, v, g, beta, ancestry.unsqueeze(1))
     out.copy_(gated_norm(o.transpose(1, 2).flatten(0, 1), rows.z, weights))
     # the padding of rows and later rows of `pending` do not change
-    kept.pending[tables.slots, :width, : qkv.shape[-1] + 2 * heads.value_heads] = torch.cat((qkv, b, a), -1)
+    layer.pending[tables.slots, :width, : qkv.shape[-1] + 2 * heads.value_heads] = torch.cat((qkv, b, a), -1)
 
 
 def _replay(
-    weights: DeltaWeights, kept: LayerState, tables: RoundTables, seen: Tensor, committed: Tensor, count: Tensor
+    weights: DeltaWeights, layer: LayerState, tables: RoundTables, seen: Tensor, committed: Tensor, count: Tensor
 ) -> Tensor:
     """Write the states after the committed rows, and snapshots. Return the states, [B, Hv, dk, dv].
 
     seen: [B, 3 + P, C], channels of the three tokens before the committed rows, then of the committed rows.
     """
-    full, heads, path = kept.state.dtype, kept.heads, committed.shape[1]
+    full, heads, path = layer.state.dtype, layer.heads, committed.shape[1]
     taps = torch.stack([seen[:, i : i + TAPS] for i in range(path)], 1)
     _, k, v = heads_of(convolved(taps, weights, full), heads, full)
     b, a = torch.split(committed[..., heads.channels :], heads.value_heads, -1)[:2]
     g, beta = gates(b, a, weights, full)
-    state = kept.state[tables.slots]
+    state = layer.state[tables.slots]
     passed = tables.snapshot_at[tables.slots] - (tables.prefix_len - count)
     for i in range(path + 1):
         # selected, not multiplied by 0: rows after the committed ones may hold NaN
         for j in ((passed == i) & (i <= count)).nonzero().flatten().tolist():
             entry = tables.snapshot_entry[tables.slots[j]]
-            kept.saved_state[entry], kept.saved_conv[entry] = state[j], seen[j, i : i + HISTORY]
+            layer.saved_state[entry], layer.saved_conv[entry] = state[j], seen[j, i : i + HISTORY]
         if i < path:
             then = advanced(state, k[:, i], v[:, i], g[:, i], beta[:, i])
             state = torch.where((i < count)[:, None, None, None], then, state)
-    kept.state[tables.slots] = state
+    layer.state[tables.slots] = state
     return state
 
 
@@ -194,19 +194,19 @@ def nearest(ancestry: Tensor) -> Tensor:
     return torch.cat((before, rows), -1).topk(TAPS, -1).values.flip(-1)
 
 
-def _fit_layers(kept: DeltaState, *_: object) -> bool:
-    return fits_kernels(kept.layer(0))
+def _fit_layers(states: DeltaState, *_: object) -> bool:
+    return fits_kernels(states.layer(0))
 
 
-def _check_replay(kept: DeltaState, weights: AllWeights, tables: RoundTables) -> None:
+def _check_replay(states: DeltaState, weights: AllWeights, tables: RoundTables) -> None:
     check_slots(tables.slots)
     assert tables.slots.shape == tables.prefix_len.shape and tables.prefix_len.dtype == torch.int32
     assert tables.prefix_len.is_contiguous() and weights.addresses.is_contiguous()
     assert tables.snapshot_at.dtype == torch.int32 and tables.snapshot_entry.dtype == torch.int64
-    assert weights.addresses.shape == (kept.state.shape[0], 3) and weights.addresses.dtype == torch.int64
-    assert len(weights.layers) == kept.state.shape[0] and kept.count.dtype == torch.int32
-    assert kept.state.is_contiguous() and kept.conv.is_contiguous() and kept.committed.is_contiguous()
-    assert tables.is_wide(kept.committed.shape[2]) and not tables.replayed
+    assert weights.addresses.shape == (states.state.shape[0], 3) and weights.addresses.dtype == torch.int64
+    assert len(weights.layers) == states.state.shape[0] and states.count.dtype == torch.int32
+    assert states.state.is_contiguous() and states.conv.is_contiguous() and states.committed.is_contiguous()
+    assert tables.is_wide(states.committed.shape[2]) and not tables.replayed
 
 
 @operation(
@@ -215,50 +215,50 @@ def _check_replay(kept: DeltaState, weights: AllWeights, tables: RoundTables) ->
     ),
     contract=_check_replay,
 )
-def replay_rows(kept: DeltaState, weights: AllWeights, tables: RoundTables) -> None:
+def replay_rows(states: DeltaState, weights: AllWeights, tables: RoundTables) -> None:
     """Carry out step 1 of `delta_rule_rounds` in all layers: replay the committed rows of the slots of a wide round.
     Called once, before the layers, whose rounds then have `tables.replayed`. Counts, committed rows and `conv` do not
     change until `commit_rows`.
 
-    kept     state and snapshots are written
+    states   state and snapshots are written
     """
-    count = kept.count[tables.slots].long()
+    count = states.count[tables.slots].long()
     for layer, own in enumerate(weights.layers):
-        of_layer = kept.layer(layer)
+        of_layer = states.layer(layer)
         committed = of_layer.committed[tables.slots]
-        seen = torch.cat((of_layer.conv[tables.slots], committed[..., : kept.heads.channels]), 1)
+        seen = torch.cat((of_layer.conv[tables.slots], committed[..., : states.heads.channels]), 1)
         _replay(own, of_layer, tables, seen, committed, count)
 
 
-def _check_commit(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:
+def _check_commit(states: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:
     check_slots(slots)
     assert path.dtype == torch.int64 and counts.dtype in (torch.int32, torch.int64)
     assert slots.shape == counts.shape and counts.is_contiguous()
     assert path.dim() == 2 and path.shape[0] == slots.shape[0] and path.stride(1) == 1
-    assert path.shape[1] <= kept.committed.shape[2]
-    assert kept.conv.is_contiguous() and kept.pending.is_contiguous() and kept.committed.is_contiguous()
+    assert path.shape[1] <= states.committed.shape[2]
+    assert states.conv.is_contiguous() and states.pending.is_contiguous() and states.committed.is_contiguous()
 
 
 @operation(
     Implementation("triton", "aerie.kernels.delta_rule.rounds_triton:commit_rows", on_gpu), contract=_check_commit
 )
-def commit_rows(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:
+def commit_rows(states: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:
     """Make the accepted path of a round the committed rows of its slots, in all layers. Called once, after the pass.
 
     The pass has replayed the previous committed rows into `state`. So `conv` advances over them, committed[j] becomes
     pending[path[j]] for j < counts, and `count` becomes counts. The padding slot does not change.
 
-    kept    conv, committed and count are written
+    states  conv, committed and count are written
     slots   [B] int64, distinct except for the padding slot of padding rows
     path    [B, D] int64, nodes by depth, D <= P; without speculation zeros [B, 1]
     counts  [B] int32 or int64, number of committed nodes of the path, at most D
     """
-    heads, depth = kept.heads, path.shape[1]
-    slots, path, counts = (each[slots != kept.padding_slot] for each in (slots, path, counts))
-    seen = torch.cat((kept.conv[:, slots], kept.committed[:, slots, :, : heads.channels]), 2)
-    newest = kept.count[slots].long().unsqueeze(1) + torch.arange(HISTORY, device=slots.device)
-    kept.conv[:, slots] = seen[:, torch.arange(len(slots), device=slots.device).unsqueeze(1), newest]
+    heads, depth = states.heads, path.shape[1]
+    slots, path, counts = (each[slots != states.padding_slot] for each in (slots, path, counts))
+    seen = torch.cat((states.conv[:, slots], states.committed[:, slots, :, : heads.channels]), 2)
+    newest = states.count[slots].long().unsqueeze(1) + torch.arange(HISTORY, device=slots.device)
+    states.conv[:, slots] = seen[:, torch.arange(len(slots), device=slots.device).unsqueeze(1), newest]
     moves = (torch.arange(depth, device=slots.device) < counts.unsqueeze(1)).unsqueeze(-1)
-    moved = torch.where(moves, kept.pending[:, slots.unsqueeze(1), path], kept.committed[:, slots, :depth])
-    kept.committed[:, slots, :depth] = moved
-    kept.count[slots] = counts.int()
+    moved = torch.where(moves, states.pending[:, slots.unsqueeze(1), path], states.committed[:, slots, :depth])
+    states.committed[:, slots, :depth] = moved
+    states.count[slots] = counts.int()

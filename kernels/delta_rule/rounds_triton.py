@@ -244,20 +244,20 @@ def round_tiles(rows: int, value_dim: int, programs: int) -> tuple[int, int]:
 
 
 def delta_rule_rounds(
-    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
+    rows: DeltaRows, weights: DeltaWeights, layer: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
     """Implement `aerie.kernels.delta_rule.rounds.delta_rule_rounds`: compute the outputs of B requests of R rows each,
     and advance their states by the committed rows only."""
-    heads, (batch, width) = kept.heads, tables.mask.shape
-    path = kept.committed.shape[1]
+    heads, (batch, width) = layer.heads, tables.mask.shape
+    path = layer.committed.shape[1]
     tile = round_rows(width, path)
     part, warps = round_tiles(tile, heads.value_dim, heads.value_heads * batch)
     _delta_round[(heads.value_heads, batch)](
         rows.qkv, rows.z, rows.b, rows.a, out, weights.conv, weights.a_log, weights.dt_bias, weights.norm,
-        kept.state, kept.conv, kept.pending, kept.committed, kept.saved_state, kept.saved_conv, kept.count,
+        layer.state, layer.conv, layer.pending, layer.committed, layer.saved_state, layer.saved_conv, layer.count,
         tables.slots, tables.prefix_len, tables.mask, tables.snapshot_at, tables.snapshot_entry, tables.mask.stride(0),
         rows.qkv.stride(0), rows.z.stride(0), rows.b.stride(0), rows.a.stride(0), out.stride(0), weights.eps,
-        WIDTH=width, ROWS=tile, PENDING=kept.pending.shape[1], PATH=path, HK=heads.key_heads,
+        WIDTH=width, ROWS=tile, PENDING=layer.pending.shape[1], PATH=path, HK=heads.key_heads,
         HV=heads.value_heads, DK=heads.key_dim, DV=heads.value_dim, PART=part, R=heads.row_size,
         SIGMOID=weights.sigmoid, num_warps=warps, num_stages=1, **pdl_wait(out.device),
     )  # fmt: skip
@@ -318,15 +318,17 @@ def _set_counts(count_ptr, slots_ptr, counts_ptr, batch, padding_slot, BLOCK: tl
     tl.store(count_ptr + slot, counts.to(tl.int32), mask=slot != padding_slot)
 
 
-def commit_rows(kept: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:
+def commit_rows(states: DeltaState, slots: Tensor, path: Tensor, counts: Tensor) -> None:
     """Implement `aerie.kernels.delta_rule.rounds.commit_rows`: make the accepted path of a round the committed rows of
     its slots, in all layers."""
-    heads, (batch, depth) = kept.heads, path.shape
-    layers = kept.conv.shape[0]
+    heads, (batch, depth) = states.heads, path.shape
+    layers = states.conv.shape[0]
     _commit_rows[(triton.cdiv(heads.row_size, BLOCK), layers, batch)](
-        kept.conv, kept.pending, kept.committed, kept.count, slots, path, counts,
-        kept.padding_slot, kept.conv.stride(0), kept.pending.stride(0), kept.committed.stride(0), path.stride(0),
-        DEPTH=depth, DEPTH_PADDED=triton.next_power_of_2(depth), PENDING=kept.pending.shape[2],
-        PATH=kept.committed.shape[2], C=heads.channels, R=heads.row_size, BLOCK=BLOCK, num_warps=4,
+        states.conv, states.pending, states.committed, states.count, slots, path, counts, states.padding_slot,
+        states.conv.stride(0), states.pending.stride(0), states.committed.stride(0), path.stride(0),
+        DEPTH=depth, DEPTH_PADDED=triton.next_power_of_2(depth), PENDING=states.pending.shape[2],
+        PATH=states.committed.shape[2], C=heads.channels, R=heads.row_size, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
-    _set_counts[(triton.cdiv(batch, 128),)](kept.count, slots, counts, batch, kept.padding_slot, BLOCK=128, num_warps=4)
+    _set_counts[(triton.cdiv(batch, 128),)](
+        states.count, slots, counts, batch, states.padding_slot, BLOCK=128, num_warps=4
+    )

@@ -206,17 +206,17 @@ WARPS = 4  # per program
 
 
 def delta_rule_rounds(
-    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
+    rows: DeltaRows, weights: DeltaWeights, layer: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
     """Implement `aerie.kernels.delta_rule.rounds.delta_rule_rounds` for one row per request: write the gated outputs of
     new rows to `out`, and advance the states by the committed rows only."""
-    heads, batch = kept.heads, tables.mask.shape[0]
+    heads, batch = layer.heads, tables.mask.shape[0]
     _delta_step[(heads.value_heads, batch)](
         rows.qkv, rows.z, rows.b, rows.a, out, weights.conv, weights.a_log, weights.dt_bias, weights.norm,
-        kept.state, kept.conv, kept.pending, kept.committed, kept.saved_state, kept.saved_conv, kept.count,
+        layer.state, layer.conv, layer.pending, layer.committed, layer.saved_state, layer.saved_conv, layer.count,
         tables.slots, tables.prefix_len, tables.snapshot_at, tables.snapshot_entry,
         rows.qkv.stride(0), rows.z.stride(0), rows.b.stride(0), rows.a.stride(0), out.stride(0), weights.eps,
-        PENDING=kept.pending.shape[1], PATH=kept.committed.shape[1], HK=heads.key_heads, HV=heads.value_heads,
+        PENDING=layer.pending.shape[1], PATH=layer.committed.shape[1], HK=heads.key_heads, HV=heads.value_heads,
         DK=heads.key_dim, DV=heads.value_dim, R=heads.row_size, SIGMOID=weights.sigmoid, num_warps=WARPS, num_stages=1,
         **pdl_wait(out.device),
     )  # fmt: skip

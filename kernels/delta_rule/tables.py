@@ -139,10 +139,10 @@ FEW_CUDA_ROWS = 24  # the same for the CUDA C++ kernel: 48 KB of shared memory
 MAX_TILE_ROWS = 32
 
 
-def fits_kernels(kept: LayerState) -> bool:
+def fits_kernels(layer: LayerState) -> bool:
     """Whether the kernels support a layer of these sizes."""
-    dims = (kept.heads.key_dim, kept.heads.value_dim)
-    return all(dim in KERNEL_DIMS for dim in dims) and kept.state.dtype is torch.float32
+    dims = (layer.heads.key_dim, layer.heads.value_dim)
+    return all(dim in KERNEL_DIMS for dim in dims) and layer.state.dtype is torch.float32
 
 
 def state_shapes(heads: DeltaHeads, rows: int, path: int) -> dict[str, tuple[int, ...]]:
@@ -264,14 +264,14 @@ class ChunkTables:
     fixed: bool = False
 
 
-def check_layer(rows: DeltaRows, weights: DeltaWeights, kept: LayerState, out: Tensor) -> None:
+def check_layer(rows: DeltaRows, weights: DeltaWeights, layer: LayerState, out: Tensor) -> None:
     """Assert what the kernels demand of a layer's rows, weights and state. Reads no values."""
-    heads, dtype = kept.heads, rows.qkv.dtype
-    assert rows.qkv.shape[1] == heads.channels and out.dtype == dtype == weights.conv.dtype == kept.pending.dtype
+    heads, dtype = layer.heads, rows.qkv.dtype
+    assert rows.qkv.shape[1] == heads.channels and out.dtype == dtype == weights.conv.dtype == layer.pending.dtype
     for each, size in (rows.z, heads.value_dim), (rows.b, 1), (rows.a, 1), (out, heads.value_dim):
         assert each.shape[1] == heads.value_heads * size and each.dtype == dtype and each.stride(1) == 1
     assert rows.qkv.stride(1) == 1 and weights.conv.shape == (TAPS, heads.channels) and weights.conv.is_contiguous()
     for weight in (weights.a_log, weights.dt_bias):
-        assert weight.shape == (heads.value_heads,) and weight.dtype == kept.state.dtype and weight.is_contiguous()
+        assert weight.shape == (heads.value_heads,) and weight.dtype == layer.state.dtype and weight.is_contiguous()
     assert weights.norm.shape == (heads.value_dim,) and weights.norm.dtype in (dtype, torch.float32)
-    assert kept.state.is_contiguous() and kept.conv.is_contiguous()
+    assert layer.state.is_contiguous() and layer.conv.is_contiguous()

@@ -257,44 +257,44 @@ def wide_tiles(width: int, value_dim: int, programs: int) -> tuple[int, int, int
 
 
 def delta_rule_rounds(
-    rows: DeltaRows, weights: DeltaWeights, kept: LayerState, tables: RoundTables, out: Tensor
+    rows: DeltaRows, weights: DeltaWeights, layer: LayerState, tables: RoundTables, out: Tensor
 ) -> None:
     """Implement `aerie.kernels.delta_rule.rounds.delta_rule_rounds`: compute the outputs of B requests of R rows each,
     and advance their states by the committed rows only."""
-    heads, (batch, width) = kept.heads, tables.mask.shape
+    heads, (batch, width) = layer.heads, tables.mask.shape
     if not tables.replayed:
-        _launch_replay(kept, (None, weights.conv, weights.a_log, weights.dt_bias), 1, tables)
+        _launch_replay(layer, (None, weights.conv, weights.a_log, weights.dt_bias), 1, tables)
     splits, part, warps = wide_tiles(width, heads.value_dim, heads.value_heads * batch)
     o = tickets = None
     if splits > 1:
-        o, tickets = torch.empty((batch * width, out.shape[1]), dtype=torch.float32, device=out.device), kept.tickets
+        o, tickets = torch.empty((batch * width, out.shape[1]), dtype=torch.float32, device=out.device), layer.tickets
     # launched early it would read the state before a replay just before it has ended
     _delta_wide[(heads.value_heads * splits, batch)](
         rows.qkv, rows.z, rows.b, rows.a, out, weights.conv, weights.a_log, weights.dt_bias, weights.norm,
-        kept.state, kept.conv, kept.pending, kept.committed, kept.count, tables.slots, tables.mask, o, tickets,
+        layer.state, layer.conv, layer.pending, layer.committed, layer.count, tables.slots, tables.mask, o, tickets,
         tables.mask.stride(0), rows.qkv.stride(0), rows.z.stride(0), rows.b.stride(0), rows.a.stride(0),
-        out.stride(0), weights.eps, WIDTH=width, ROWS=round_rows(width, 0), PENDING=kept.pending.shape[1],
-        PATH=kept.committed.shape[1], HK=heads.key_heads, HV=heads.value_heads, DK=heads.key_dim,
+        out.stride(0), weights.eps, WIDTH=width, ROWS=round_rows(width, 0), PENDING=layer.pending.shape[1],
+        PATH=layer.committed.shape[1], HK=heads.key_heads, HV=heads.value_heads, DK=heads.key_dim,
         DV=heads.value_dim, SPLITS=splits, PART=part, R=heads.row_size, SIGMOID=weights.sigmoid, num_warps=warps,
         num_stages=1, **pdl_wait(out.device, early=tables.replayed),
     )  # fmt: skip
 
 
-def replay_rows(kept: DeltaState, weights: AllWeights, tables: RoundTables) -> None:
+def replay_rows(states: DeltaState, weights: AllWeights, tables: RoundTables) -> None:
     """Implement `aerie.kernels.delta_rule.rounds.replay_rows`: advance the states of all layers by the committed rows
     of the slots of a wide round, before the layers run."""
-    _launch_replay(kept, (weights.addresses, None, None, None), kept.state.shape[0], tables)
+    _launch_replay(states, (weights.addresses, None, None, None), states.state.shape[0], tables)
 
 
 def _launch_replay(
-    kept: DeltaState | LayerState, weights: tuple[Tensor | None, ...], layers: int, tables: RoundTables
+    states: DeltaState | LayerState, weights: tuple[Tensor | None, ...], layers: int, tables: RoundTables
 ) -> None:
-    """Launch `_replay`. weights: its first four arguments. layers: number of layers in `kept`."""
-    heads, part = kept.heads, min(kept.heads.value_dim, REPLAY_PART)
-    tensors = kept.state, kept.conv, kept.committed, kept.saved_state, kept.saved_conv
+    """Launch `_replay`. weights: its first four arguments. layers: number of layers in `states`."""
+    heads, part = states.heads, min(states.heads.value_dim, REPLAY_PART)
+    tensors = states.state, states.conv, states.committed, states.saved_state, states.saved_conv
     _replay[(heads.value_heads * (heads.value_dim // part), layers, len(tables.slots))](
-        *weights, *tensors, kept.count, tables.slots, tables.prefix_len, tables.snapshot_at, tables.snapshot_entry,
+        *weights, *tensors, states.count, tables.slots, tables.prefix_len, tables.snapshot_at, tables.snapshot_entry,
         *(each.stride(0) if layers > 1 else 0 for each in tensors),
-        PATH=kept.committed.shape[-2], HK=heads.key_heads, HV=heads.value_heads, DK=heads.key_dim, DV=heads.value_dim,
+        PATH=states.committed.shape[-2], HK=heads.key_heads, HV=heads.value_heads, DK=heads.key_dim, DV=heads.value_dim,
         PART=part, R=heads.row_size, num_warps=REPLAY_WARPS, num_stages=1,
     )  # fmt: skip
