@@ -163,7 +163,7 @@ def _with_frontend(config: str, port: int) -> str:
     that has nearly all of them is cut off, because a silent connection takes up room for `HEADER_LIMIT_S`. With fewer,
     a burst of requests would look the same, so further connections wait in the system's backlog."""
     match = re.search(r"(?m)^\s*maxconn (\d+)", config)
-    most = int(match[1]) if match else MAX_CONNECTIONS
+    maxconn = int(match[1]) if match else MAX_CONNECTIONS
     unknown = _rule(404, "Unknown route", "not_found")
     full = _rule(503, "The server carries as many connections as it can; try again", *_FULL)
     full += f' hdr Retry-After "{RETRY_AFTER_S}" hdr Connection close if !{{ {_CHECKED} }}'
@@ -172,10 +172,10 @@ def _with_frontend(config: str, port: int) -> str:
         f"    bind 127.0.0.1:{port}",
         "    stick-table type ipv6 size 200k expire 10m store conn_cur",
         "    tcp-request connection track-sc0 src",
-        *([f"    {cut} if {{ sc0_conn_cur gt {_share(most, CUT_SHARE)} }}"] if most >= AMPLE else []),
+        *([f"    {cut} if {{ sc0_conn_cur gt {_share(maxconn, CUT_SHARE)} }}"] if maxconn >= AMPLE else []),
         f"    backlog {_BACKLOG}",
-        f"    {full} {{ sc0_conn_cur gt {_share(most, SOURCE_SHARE)} }}",
-        f"    {full} {{ fe_conn gt {num_streams(most)} }}",
+        f"    {full} {{ sc0_conn_cur gt {_share(maxconn, SOURCE_SHARE)} }}",
+        f"    {full} {{ fe_conn gt {num_streams(maxconn)} }}",
         f"    {_rule(405, f'This method is not one of {METHODS}', 'method_not_allowed')} if !{{ method {METHODS} }}",
         # The ingress refuses it with an explanation after reading the body, which a refusal here would cut off.
         "    http-request set-header x-request-id 'not printable' if { req.fhdr(x-request-id) -m reg [^!-~] }",
@@ -190,9 +190,9 @@ def _with_frontend(config: str, port: int) -> str:
     return re.sub(r"(?m)^(frontend http_frontend\n\s*bind .*)$", lambda at: "\n".join([at[1], *rules]), config, count=1)
 
 
-def num_streams(most: int) -> int:
-    """Return the number of concurrent requests of a HAProxy with `most` connections."""
-    return _share(most, STREAM_SHARE)
+def num_streams(maxconn: int) -> int:
+    """Return the number of concurrent requests of a HAProxy with `maxconn` connections."""
+    return _share(maxconn, STREAM_SHARE)
 
 
 def _share(most: int, share: float) -> int:
@@ -248,11 +248,11 @@ _PROGRAM = "import sys; sys.path.insert(0, sys.argv[1]); from aerie.deploy.hapro
 
 def max_connections() -> int:
     """Return the number of connections within the limit of open files; HAProxy does not start with more."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if most == resource.RLIM_INFINITY:
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit == resource.RLIM_INFINITY:
         return MAX_CONNECTIONS
     threads = int(os.environ.get("RAY_SERVE_HAPROXY_NBTHREAD", _THREADS))
-    return min(MAX_CONNECTIONS, max(16, (most - _OTHER_FILES - 4 * threads) // _FILES_PER_CONNECTION))
+    return min(MAX_CONNECTIONS, max(16, (limit - _OTHER_FILES - 4 * threads) // _FILES_PER_CONNECTION))
 
 
 def open_files_warning() -> str | None:
@@ -260,9 +260,9 @@ def open_files_warning() -> str | None:
     connections = max_connections()
     if connections >= AMPLE:
         return None
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
     return (
-        f"open files: this machine's hard limit of {most} allows {num_streams(connections)} streams at once; what is "
+        f"open files: this machine's hard limit of {limit} allows {num_streams(connections)} streams at once; what is "
         f"above gets 503 (ulimit -Hn, or LimitNOFILE of systemd: {2 * MAX_CONNECTIONS + 1000} are enough for all)"
     )
 

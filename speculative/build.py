@@ -186,11 +186,11 @@ def _speculation(spec: EngineSpec, target: ModelConfig) -> Speculation:
         return SuffixSpeculation(config)
     draft = read_draft(config.method, config.path, spec.worker.model.path, target, spec.worker.model.rope_scaling)
     draft = draft.trimmed(head_rows(config.draft_vocab_size, target.vocab_size, spec.worker.model.path))
-    most = draft.max_num_steps
-    if most is not None and config.num_steps > most:
+    max_steps = draft.max_num_steps
+    if max_steps is not None and config.num_steps > max_steps:
         raise ValueError(
-            f"speculative.num_steps={config.num_steps}: a block of draft {draft.path} has {most} draft tokens; set "
-            f"num_steps to at most {most}"
+            f"speculative.num_steps={config.num_steps}: a block of draft {draft.path} has {max_steps} draft tokens; "
+            f"set num_steps to at most {max_steps}"
         )
     if config.num_draft_tokens > MAX_COLUMNS:
         _check_wide(spec, config, target)

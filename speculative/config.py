@@ -86,20 +86,20 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         check_settings(self)
         in_block = self.method in BLOCK_METHODS
-        most = MAX_WIDTH if in_block and self.top_k > 1 and not self.suffix_tokens else MAX_COLUMNS
-        if not 2 <= self.num_draft_tokens <= most:
-            more = "" if most == MAX_WIDTH else f", or {MAX_WIDTH} for a block draft's tree without suffix_tokens"
-            raise ValueError(f"num_draft_tokens={self.num_draft_tokens}: must be 2 to {most}{more}")
+        max_width = MAX_WIDTH if in_block and self.top_k > 1 and not self.suffix_tokens else MAX_COLUMNS
+        if not 2 <= self.num_draft_tokens <= max_width:
+            more = "" if max_width == MAX_WIDTH else f", or {MAX_WIDTH} for a block draft's tree without suffix_tokens"
+            raise ValueError(f"num_draft_tokens={self.num_draft_tokens}: must be 2 to {max_width}{more}")
         if self.top_k == 1 and self.num_draft_tokens != self.num_steps + 1:
             raise ValueError(
                 f"num_draft_tokens={self.num_draft_tokens}: a chain (top_k=1) has num_steps + 1 = "
                 f"{self.num_steps + 1} tokens, its root included; set that, or raise top_k"
             )
-        most_nodes = max_nodes(self.num_steps, self.top_k, in_block)
-        if self.num_draft_tokens > most_nodes:
+        num_candidates = max_nodes(self.num_steps, self.top_k, in_block)
+        if self.num_draft_tokens > num_candidates:
             raise ValueError(
                 f"num_draft_tokens={self.num_draft_tokens}: a tree of num_steps={self.num_steps} and "
-                f"top_k={self.top_k} has {most_nodes} nodes at most; lower it or raise those"
+                f"top_k={self.top_k} has {num_candidates} nodes at most; lower it or raise those"
             )
         if not in_block and num_scratch_tokens(self.num_steps, self.top_k) > MAX_COLUMNS:
             raise ValueError(

@@ -73,9 +73,9 @@ class TreeShape(RoundShape):
 
     def with_branch(self, num_nodes: int) -> "TreeShape":
         """Return the shape with a copied branch of `num_nodes` nodes."""
-        most = max(self.max_new_tokens, num_nodes + 1)
+        max_new_tokens = max(self.max_new_tokens, num_nodes + 1)
         name, width = f"{self.name}+{num_nodes}", self.width + num_nodes
-        return replace(self, name=name, width=width, max_new_tokens=most, branch=num_nodes)
+        return replace(self, name=name, width=width, max_new_tokens=max_new_tokens, branch=num_nodes)
 
     @property
     def model_part(self) -> "TreeShape":

@@ -84,8 +84,8 @@ def memory_line(use: MemoryUse) -> str:
 
 def cost_line(layout: EngineLayout, costs: CostTable) -> str:
     """Return the measured step times and the ITL target, as text."""
-    most, target_ms = layout.scheduler.num_slots, layout.scheduler.itl_target_ms
-    sizes = sorted({1, min(8, most), most})
+    num_slots, target_ms = layout.scheduler.num_slots, layout.scheduler.itl_target_ms
+    sizes = sorted({1, min(8, num_slots), num_slots})
     rounds = [
         f"{shape.name} {' / '.join(_ms(costs.round_ms(index, n)) for n in sizes)}"
         for index, shape in enumerate(layout.shapes.shapes)
@@ -127,13 +127,13 @@ def _target(scheduler: SchedulerConfig) -> str:
 
 
 def _queue(scheduler: SchedulerConfig) -> str:
-    most = f"{scheduler.max_waiting}, " if scheduler.max_waiting is not None else ""
-    return f"{most}{scheduler.max_waiting_bytes / 2**20:.0f} MiB"
+    requests = f"{scheduler.max_waiting}, " if scheduler.max_waiting is not None else ""
+    return f"{requests}{scheduler.max_waiting_bytes / 2**20:.0f} MiB"
 
 
 def _slots(config: AerieConfig, placement: Placement) -> str:
-    most = config.scheduler.max_running
-    return "{} to {} (auto)".format(*AUTO_SLOTS[placement.device]) if most == "auto" else f"{most}"
+    limit = config.scheduler.max_running
+    return "{} to {} (auto)".format(*AUTO_SLOTS[placement.device]) if limit == "auto" else f"{limit}"
 
 
 def _shapes(layout: EngineLayout) -> str:

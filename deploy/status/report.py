@@ -57,8 +57,8 @@ def _fits(wanted: Resources, there: Resources) -> bool:
 
 
 def _largest(wanted: Resources, nodes: Sequence[NodeRoom]) -> str:
-    most = {name: max((node.total.get(name, 0) for node in nodes), default=0) for name in wanted}
-    return f"has {written(most)}"
+    largest = {name: max((node.total.get(name, 0) for node in nodes), default=0) for name in wanted}
+    return f"has {written(largest)}"
 
 
 ENGINE = "Engine"  # name of the deployment (`aerie.deploy.app`)

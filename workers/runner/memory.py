@@ -222,8 +222,8 @@ class RankMemory:
         needed = GRAPH_SHARE_OF_WEIGHTS * (self._free_at_start - self._weights)
         if num_slots is not None:
             needed = min(needed, GRAPH_BYTES_PER_SLOT * num_slots)
-        most = min(GRAPH_SHARE * self._free_at_start, max(FEW_GRAPHS_BYTES, needed))
-        max_gb = self._min_over_ranks(int(most), group) / 1e9
+        max_bytes = min(GRAPH_SHARE * self._free_at_start, max(FEW_GRAPHS_BYTES, needed))
+        max_gb = self._min_over_ranks(int(max_bytes), group) / 1e9
         return replace(limits, limit_gb=min(limits.limit_gb, max_gb))
 
     def settle_slots(self, layout: EngineLayout, group: TPGroup) -> EngineLayout:

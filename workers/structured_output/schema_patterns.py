@@ -117,13 +117,13 @@ def without_lengths(schema: Schema) -> Schema:
     low, high = schema.get("minLength", 0), schema.get("maxLength", math.inf)
     if kind not in _LENGTHS or not {"minLength", "maxLength"} & schema.keys() or type(low) is not int:
         return schema
-    least, most, pattern = _LENGTHS[kind]
-    if low > least or (type(high) is not int and high != math.inf):
+    shortest, longest, pattern = _LENGTHS[kind]
+    if low > shortest or (type(high) is not int and high != math.inf):
         return schema
     fields = {key: value for key, value in schema.items() if key not in ("minLength", "maxLength")}
-    if high == math.inf or (pattern is None and high >= most):
+    if high == math.inf or (pattern is None and high >= longest):
         return fields
-    if pattern is None or high < most:
+    if pattern is None or high < longest:
         return schema
     fields.pop("format", None)
     return fields | {"pattern": pattern}

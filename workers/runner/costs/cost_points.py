@@ -99,13 +99,13 @@ class ProbeExtent:
 def points_to_measure(extent: ProbeExtent) -> list[PointGroup]:
     """Return the points to measure, most important first."""
     shapes, sizes, tokens = extent.shapes, extent.batch_sizes, extent.chunk_tokens
-    default, most = shapes.default, extent.max_running
+    default, max_batch = shapes.default, extent.max_running
     others = [shape for shape in range(len(shapes)) if shape != default]
     quick, long = (
         max((t for t in tokens if t <= limit), default=tokens[0])
         for limit in (_QUICK_CHUNK, TARGET_CHUNK_TOKENS if extent.token_buckets else _QUICK_CHUNK)
     )
-    between = [n for n in sizes if n not in (1, most)]
+    between = [n for n in sizes if n not in (1, max_batch)]
     captured = [t for t in tokens if not extent.token_buckets or t <= extent.token_buckets[-1]]
     eager = [t for t in tokens if t not in captured]
     mixed = [t for t in tokens if t in MIXED_CHUNKS]
@@ -118,25 +118,25 @@ def points_to_measure(extent: ProbeExtent) -> list[PointGroup]:
         return PointGroup(tuple(Point(shape, num_requests, t) for t in numbers))
 
     def reading(which: Sequence[int]) -> PointGroup:
-        numbers = [n for n in sorted({1, extent.middle, most}) if n in sizes and extent.context_of(n) > 0]
+        numbers = [n for n in sorted({1, extent.middle, max_batch}) if n in sizes and extent.context_of(n) > 0]
         return PointGroup(tuple(Point(shape, n, context=extent.context_of(n)) for shape in which for n in numbers))
 
-    alone, full = rounds([default, *others], [1]), rounds([default, *others], [most] if most > 1 else [])
+    alone, full = rounds([default, *others], [1]), rounds([default, *others], [max_batch] if max_batch > 1 else [])
     smallest = chunks(0, sorted({tokens[0], quick}))
     before = min(extent.max_context, extent.num_kv_tokens) - long
     groups = [
         PointGroup(alone.points, required=2),  # the first run may be slower
         PointGroup(full.points, required=1),
         PointGroup(smallest.points, required=1),
-        chunks(most, tokens[:1]),
+        chunks(max_batch, tokens[:1]),
         rounds([default], between),
         chunks(0, [t for t in captured if t not in (tokens[0], quick)]),
         reading([default]),
         # captured steps do not predict eager ones well, which launch kernels one by one
         PointGroup(chunks(0, eager).points, required=1),
-        chunks(most, [t for t in mixed if t != tokens[0]]),
+        chunks(max_batch, [t for t in mixed if t != tokens[0]]),
         rounds(others, between),
-        *(chunks(n, [tokens[0], *mixed]) for n in sorted({1, extent.middle} - {most})),
+        *(chunks(n, [tokens[0], *mixed]) for n in sorted({1, extent.middle} - {max_batch})),
         PointGroup((Point(default, 0, long, before),) if before > 0 else ()),
         reading(others),
     ]

@@ -210,8 +210,10 @@ class GraphKeys:
             keys.append(self.round_key(shape, 1, GREEDY))
             keys += [self.round_key(shape, size, CHUNK_NEEDS, True) for size in sizes if self._adapts]
         if self._adapts and self.tokens:
-            most, tokens = self.buckets[-1], min(FIRST_TOKENS[-1], self.tokens[-1])
-            keys.append(self.chunk_key(self._shapes.largest_mixed_shape(most), most, tokens, CHUNK_NEEDS, 0, True))
+            max_batch, tokens = self.buckets[-1], min(FIRST_TOKENS[-1], self.tokens[-1])
+            keys.append(
+                self.chunk_key(self._shapes.largest_mixed_shape(max_batch), max_batch, tokens, CHUNK_NEEDS, 0, True)
+            )
         return frozenset(key for key in keys if key is not None)
 
     def first_masked(self) -> list[GraphKey]:
