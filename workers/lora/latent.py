@@ -6,6 +6,8 @@ Both factors have the ranks of all adapters side by side. Between the two produc
 so that shapes do not depend on the rows' adapters, and torch's batched products serve all rows; in deterministic
 engines `head_products`, whose sums have one order for any rows."""
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 
@@ -16,6 +18,7 @@ from aerie.workers.layers.linear_method import LinearShape
 from aerie.workers.lora.layers import AdapterRows
 
 _MAX_INNER_BYTES = 1 << 26  # bound on scratch for a block of rows times all adapters' ranks
+_MAX_FIXED_RANKS = 512  # inputs of `head_products` whose tiles fit on a multiprocessor
 _VARIANT_ROWS = (1, 17, 65, 129, 1025)  # rows that launch all variants of `head_products`
 
 
@@ -68,11 +71,13 @@ class LatentAdapters(HeadAdapters):
         """
         first, second = factors
         others = self._rows.other_ranks(num_rows, self._owners)[: x.shape[0]]
-        step = max(16, _MAX_INNER_BYTES // (first.shape[0] * first.shape[2] * x.itemsize))
-        for begin in range(0, x.shape[0], step):
-            block = slice(begin, begin + step)
-            inner = self._products(x[block], first).masked_fill_(others[block].unsqueeze(1), 0)
-            out[block] += self._products(inner, second)
+        num_ranks = min(first.shape[2], _MAX_FIXED_RANKS) if self._rows.is_fixed else first.shape[2]
+        step = max(16, _MAX_INNER_BYTES // (first.shape[0] * num_ranks * x.itemsize))
+        for begin, lowest in itertools.product(range(0, x.shape[0], step), range(0, first.shape[2], num_ranks)):
+            block, ranks = slice(begin, begin + step), slice(lowest, lowest + num_ranks)
+            inner = self._products(x[block], first[:, :, ranks])
+            inner = inner.masked_fill_(others[block, ranks].unsqueeze(1), 0)
+            out[block] += self._products(inner, second[:, ranks])
 
     def _products(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return [n, heads, outputs] for x [n, heads, in] and weight [heads, in, outputs]."""

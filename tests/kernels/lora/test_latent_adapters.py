@@ -58,6 +58,7 @@ def test_products_by_head_are_those_of_the_merged_weight(
 ) -> None:
     """At once, in blocks of 16 rows, and as in deterministic engines."""
     monkeypatch.setattr(latent, "_MAX_INNER_BYTES", max_bytes)
+    monkeypatch.setattr(latent, "_MAX_FIXED_RANKS", 20)
     layer = LatentUpProjection(24, Span(2, 5, 8), 12, 20).to(DEVICE)
     layer.method.fill_dummy(torch.Generator(DEVICE).manual_seed(1))
     layer.keys_and_values, layer.deterministic = cast(Any, layer.method).weight, False

@@ -40,7 +40,14 @@ def column_constants(rank: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("rank", "parts"),
-    [(16, (0, 4096, 5120, 6144)), (64, (0, 14336, 28672)), (256, (0, 4096)), (16, (0, 128_256)), (256, (0, 32_064))],
+    [
+        (16, (0, 4096, 5120, 6144)),
+        (64, (0, 14336, 28672)),
+        (256, (0, 4096)),
+        (16, (0, 128_256)),
+        (256, (0, 32_064)),
+        (16, (0, 2048, 4096, 8192, 12288, 12320, 12352)),
+    ],
 )
 @pytest.mark.parametrize("rows", [1, 256, 2048])
 def test_the_kernels_fit_hopper(rows: int, rank: int, parts: tuple[int, ...], tmp_path: Path) -> None:

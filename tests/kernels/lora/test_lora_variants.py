@@ -16,11 +16,13 @@ from aerie.kernels.gemm.workspace import Workspace  # noqa: E402
 from aerie.kernels.lora import embedding_triton, product_triton  # noqa: E402
 from aerie.kernels.lora.product import VARIANT_ROWS, LoraTables, RowAdapters  # noqa: E402
 
-LAYERS = (  # inputs, and borders of the stacked matrices' outputs: Llama-3.1-8B's, small and odd ones
+# inputs, and borders of the stacked matrices' outputs: Llama-3.1-8B's, a recurrent layer's of Qwen3-Next, small ones
+LAYERS = (
     (4096, (0, 4096, 5120, 6144)),
     (4096, (0, 4096)),
     (4096, (0, 14336, 28672)),
     (14336, (0, 4096)),
+    (2048, (0, 2048, 4096, 8192, 12288, 12320, 12352)),
     (64, (0, 64, 96, 128)),
     (136, (0, 72)),
     (4096, (0, 32_064)),  # a quarter of its vocabulary

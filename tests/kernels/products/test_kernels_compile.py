@@ -644,6 +644,7 @@ KERNELS: dict[str, tuple[Any, dict[str, str], dict[str, Any], int]] = {
     "absorbed keys of many rows": (head_products._head_products, LATENT, head_constants(8192, 128, 512, 64), 8),
     "values of few rows": (head_products._head_products, LATENT, head_constants(64, 512, 128, 0), 4),
     "values of many rows": (head_products._head_products, LATENT, head_constants(8192, 512, 128, 0), 8),
+    "all adapters' ranks of batches": (head_products._head_products, LATENT, head_constants(64, 512, 512, 0), 4),
     "values of few rows in fp8": (head_products._head_products, HEADS_FP8, head_constants(1, 512, 128, 0, True), 16),
     "values of batches in fp8": (head_products._head_products, HEADS_FP8, head_constants(256, 512, 128, 0, True), 4),
     "values of many rows in fp8": (head_products._head_products, HEADS_FP8, head_constants(8192, 512, 128, 0, True), 8),
