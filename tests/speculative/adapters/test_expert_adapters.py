@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from aerie.cluster.replica import plan_report
+from aerie.kernels.experts.adapted.product import ExpertLoraTables
 from aerie.speculative.build import check_weights, local_engine, plan_engine, plan_weights
 from aerie.workers.config import GraphCapture, LoraConfig
-from aerie.workers.distributed.tp_group import SOLO
+from aerie.workers.distributed.tp_group import SOLO, TPGroup
+from aerie.workers.layers.moe import Experts
 from aerie.workers.lora.adapter_file import AdapterNames, read_layers
 from aerie.workers.lora.expert_file import ExpertNames
-from aerie.workers.lora.experts import allocate_expert_tables, experts_of
+from aerie.workers.lora.experts import AdaptedExperts, allocate_expert_tables, experts_of
+from aerie.workers.lora.layers import AdapterRows
 from aerie.workers.lora.matrices import LayerMatrices
 from aerie.workers.models.loading import allocate_target, weight_names
 from aerie.workers.models.name_map import NameMap
@@ -221,6 +226,29 @@ def test_tables_of_experts_are_counted(experts: Adapted) -> None:
     expected = 2 * 3 * NUM_EXPERTS * 32 * (2 * HIDDEN + 2 * WIDTH // 2 + WIDTH // 2 + HIDDEN) * 4
     assert sizes.expert_adapters == expected and sizes.adapters - plain.adapters == expected
     assert plain.expert_adapters == 0
+
+
+def test_the_plan_prints_the_bytes_of_experts(experts: Adapted) -> None:
+    spec = experts.spec(lora=LoraConfig(max_loras=1000, max_lora_rank=256, experts=True))
+    engine = plan_engine(spec)
+    weights = plan_weights(spec, engine, False)
+    (line,) = plan_report._adapter_lines(engine.layout, weights)
+    total, of_experts = (f"{size / 1e9:.2f} GB" for size in (weights.adapters, weights.expert_adapters))
+    assert f"{total} of each GPU ({of_experts} of them for routed experts)" in line and of_experts != "0.00 GB"
+
+
+def test_a_pass_with_adapters_uses_no_fused_kernels() -> None:
+    """Nor may a norm before the experts choose them, or give rows in FP8."""
+    group = TPGroup(0, 1)
+    inner: Any = Experts(4, 64, 32, group, 2).method
+    inner._fused = SimpleNamespace(inputs="FP8")
+    rows, meta = AdapterRows(torch.zeros(3, dtype=torch.int64)), torch.device("meta")
+    tables = ExpertLoraTables(torch.empty(1, 4, 32, 64, device=meta), torch.empty(1, 4, 64, 16, device=meta), (0, 64))
+    method = AdaptedExperts(inner, tables, tables, rows)
+    assert method.is_fused and str(method.fp8_inputs) == "FP8"
+    with rows.without_adapters(1):
+        assert not method.is_fused and method.fp8_inputs is None
+    assert method.is_fused
 
 
 BASE = "base_model.model.model.layers.1.mlp.experts"
