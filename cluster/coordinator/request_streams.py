@@ -330,7 +330,7 @@ class RequestStreams:
             Stream(probe.request_id, ingress).put_end(FinishReason.STOP, None)
 
     def slot_wait_s(self) -> float:
-        """See `EngineState.wait_s`."""
+        """Return the expected seconds until a new request gets a slot (`EngineState.wait_s`)."""
         scheduler = self._scheduler
         wait_s, speed = scheduler.admission.wait_s(), scheduler.prefill_tokens_per_s()
         return max(0.0, wait_s - scheduler.backlog_tokens / speed) if wait_s is not None and speed else 0.0

@@ -252,7 +252,7 @@ class EngineLinks:
         return self.adapter_changes.loaded(link.view for link in self._links.values())
 
     def lacking_adapters(self) -> list[LoadLora | UnloadLora]:
-        """See `AdapterChanges.lacking`."""
+        """Return calls for the changes of adapters that a ready engine lacks (`AdapterChanges.lacking`)."""
         return self.adapter_changes.lacking(
             link.view for name, link in self._links.items() if name not in self._foreign
         )
@@ -263,7 +263,7 @@ class EngineLinks:
             self._links[name].view.is_suspect = True
 
     def is_stuck(self, name: str) -> bool:
-        """See `aerie.cluster.ingress.routing.is_stuck`."""
+        """Return whether an engine's requests should move to another one (`routing.is_stuck`)."""
         views = {name: link.view for name, link in self._links.items() if name not in self._foreign}
         return is_stuck(views, name, self._clock())
 

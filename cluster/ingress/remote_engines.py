@@ -183,7 +183,7 @@ class RemoteEngines:
         yield TokenDelta(request_id=request_id, tokens=(), finish="error", error=attempts.failure)
 
     async def stats(self) -> list[EngineStats]:
-        """See `EngineClient.stats`; at most STATS_MAX_AGE_S old."""
+        """Return the statistics of every known engine, at most STATS_MAX_AGE_S old."""
         return await self._stats.newest()
 
     async def health(self) -> tuple[list[EngineStats], str]:
@@ -206,7 +206,7 @@ class RemoteEngines:
             await asyncio.sleep(MEET_PERIOD_S)
 
     def adapters(self) -> dict[str, str]:
-        """See `EngineClient.adapters`."""
+        """Return the folders of the LoRA adapters that an engine has, by name."""
         return self._engines.adapters()
 
     async def administer(self, call: AdminCall) -> list[AdminOutcome]:

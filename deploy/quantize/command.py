@@ -9,7 +9,7 @@ from aerie.kernels.lazy_import import load
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """See `aerie.deploy.quantize.checkpoint.run`. Raises ConfigError without compressed-tensors."""
+    """Write the quantised checkpoint (`checkpoint.run`). Raises ConfigError without compressed-tensors."""
     if find_spec("compressed_tensors") is None:
         raise ConfigError(
             f"aerie quantize needs compressed-tensors, which is not installed: {install_command('quantize')}"

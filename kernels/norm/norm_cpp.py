@@ -17,12 +17,13 @@ def _functions() -> tuple[Any, Any]:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `aerie.kernels.norm.norm.rms_norm`."""
+    """Implement `aerie.kernels.norm.norm.rms_norm`: return x / rms(x) * weight over the last dimension."""
     return _norm(x, None, weight, eps)
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `aerie.kernels.norm.norm.add_rms_norm`."""
+    """Implement `aerie.kernels.norm.norm.add_rms_norm`: return the RMSNorm of the sum x + residual,
+    which replaces residual."""
     return _norm(x, residual, weight, eps)
 
 
@@ -37,7 +38,7 @@ def _norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> Ten
 
 
 def silu_mul(gate_up: Tensor) -> Tensor:
-    """See `aerie.kernels.norm.norm.silu_mul`."""
+    """Implement `aerie.kernels.norm.norm.silu_mul`: return silu(gate) * up."""
     rows, size = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, size), dtype=torch.float32)
     _functions()[1](gate_up.data_ptr(), rows, size, out.data_ptr(), torch.get_num_threads())

@@ -49,11 +49,11 @@ class ExpertLayers:
         return routed | ({self.shared_name: self.shared_width} if self.shared_width else {})
 
     def linear_inputs(self, tensor_parallel: int) -> dict[str, int]:
-        """See `ModelConfig.linear_inputs`."""
+        """Return the input sizes of one rank's linear layers, by config.json's names (`ModelConfig.linear_inputs`)."""
         return {self.shared_name: self.shared_width // tensor_parallel} if self.shared_width else {}
 
     def expert_inputs(self, whole: bool, tensor_parallel: int) -> dict[str, int]:
-        """See `ModelConfig.expert_inputs`."""
+        """Return the input sizes of one rank's down projections of routed experts (`ModelConfig.expert_inputs`)."""
         return {self.width_name: self.width if whole else self.width // tensor_parallel}
 
     def module(self, hidden_size: int, group: TPGroup, whole: bool) -> MixtureOfExperts:
@@ -150,7 +150,7 @@ def moe_rules(
 
 
 def layer_rules(path: str, name: str) -> dict[str, str]:
-    """See `aerie.workers.models.llama.layer_rules`."""
+    """Return the rules of a `NameMap` for one layer (`llama.layer_rules`)."""
     return moe_rules(path, name) | llama.layer_rules(path, name)
 
 

@@ -57,7 +57,7 @@ class StoredMatrix(nn.Module, ABC):
 
     @abstractmethod
     def load(self, kind: str, full: Tensor) -> None:
-        """See `LinearMethod.load`."""
+        """Copy this rank's share of `full`, the checkpoint's tensor of a kind (`LinearMethod.load`)."""
 
     @abstractmethod
     def fill_dummy(self, generator: torch.Generator) -> None:

@@ -23,7 +23,7 @@ QuantReader = Callable[[Mapping[str, Any], str], QuantMethod]
 
 
 def read_compressed_tensors(quantization: Mapping[str, Any], source: str) -> QuantMethod:
-    """See `QuantReader`."""
+    """Return the method of a quantization_config. source: the checkpoint's name, for errors. Raises ValueError."""
     others = (read_compressed_fp4, read_pack_quantized)
     methods = (read(quantization, source) for read in others)
     return next((method for method in methods if method is not None), None) or read_compressed_fp8(quantization, source)

@@ -262,7 +262,7 @@ class StepTime:
         return max(0.0, last - first) / max(1, sizes[-1] - sizes[0])
 
     def itl_target_ms(self) -> float:
-        """See `default_itl_target_ms`."""
+        """Return the milliseconds to which prompt chunks may extend a step (`default_itl_target_ms`)."""
         return default_itl_target_ms(self.costs, lambda *step: self.ms(Step(*step)))
 
     def errors_between(self, rounds: Sequence[Step], other: Step) -> list[float]:

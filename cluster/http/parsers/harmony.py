@@ -60,7 +60,7 @@ class HarmonyParser:
             self._open(open_message[0].removeprefix(START).removeprefix("assistant"))
 
     def push(self, piece: Piece) -> ReplyDelta:
-        """See `aerie.cluster.http.parsers.output_parser.OutputParser`."""
+        """Return what the next piece of output adds to the reply (`OutputParser.push`)."""
         for text, mark in self._marks.take(piece):
             if text:
                 self._take_text(text)

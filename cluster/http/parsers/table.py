@@ -56,7 +56,7 @@ class ResponseTemplateParser:
         self._deltas = CallDeltas(parallel)
 
     def push(self, piece: Piece) -> ReplyDelta:
-        """See `aerie.cluster.http.parsers.output_parser.OutputParser`."""
+        """Return what the next piece of output adds to the reply (`OutputParser.push`)."""
         events = self._parser.feed(piece.text) if piece.text else []
         if piece.finish is not None:
             events = [*events, *self._last_events()]
@@ -117,7 +117,7 @@ class MarkedParser:
         self._deltas = CallDeltas(parallel, ids)
 
     def push(self, piece: Piece) -> ReplyDelta:
-        """See `aerie.cluster.http.parsers.output_parser.OutputParser`."""
+        """Return what the next piece of output adds to the reply (`OutputParser.push`)."""
         end = piece.finish is not None
         reasoning, content = "", piece.text
         if self.reasoning is not None:

@@ -264,7 +264,7 @@ class Invocation(RootModel[ChatCompletionRequest | CompletionRequest]):
 
     @classmethod
     def choose(cls, values: Mapping[str, Any]) -> type[Schema]:
-        """See `aerie.cluster.http.schema.body.Choosing`."""
+        """Return the schema of a body: that of chats if it has messages, else that of completions."""
         return ChatCompletionRequest if "messages" in values else CompletionRequest
 
 

@@ -24,7 +24,7 @@ _GATED_MLP = "gated_mlp"
 def gated_mlp(
     x: Tensor, gate_up: PackedProduct, down: PackedProduct, options: GEMMOptions, out: Tensor | None = None
 ) -> Tensor:
-    """See `aerie.kernels.packed.product.gated_mlp`; for few rows."""
+    """Implement `aerie.kernels.packed.product.gated_mlp` for few rows: return (silu(x G^T) * (x U^T)) D^T."""
     assert options.workspace is not None, "serves"
     tiles = gated_mlp_tiles(x.shape[1], down.weight.in_features, x.shape[0], num_multiprocessors(x.device))
     assert tiles is not None, "serves"

@@ -83,7 +83,7 @@ class WideTiles:
         return max(self.stages * stage, 4 * self.outputs * self.block_m) + 16 * self.stages
 
     def defines(self, gated: bool, half: bool, zeros: bool) -> tuple[tuple[str, int], ...]:
-        """See `FewRowsTiles.defines`."""
+        """Return the macros of the kernel. Arguments: `FewRowsTiles.defines`."""
         return (
             ("ROWS", self.block_m),
             ("STAGES", self.stages),
@@ -113,7 +113,7 @@ class ManyRowsTiles:
         return self.stages * stage + 8192 + 16 * self.stages
 
     def defines(self, gated: bool, half: bool, zeros: bool) -> tuple[tuple[str, int], ...]:
-        """See `FewRowsTiles.defines`."""
+        """Return the macros of the kernel. Arguments: `FewRowsTiles.defines`."""
         return (
             ("ROWS", self.block_m),
             ("STAGES", self.stages),

@@ -158,7 +158,7 @@ class Selector(nn.Module):
         return projected
 
     def forward(self, of: RowCandidates, row: int, previous: Tensor) -> tuple[Tensor, Tensor]:
-        """See `score_candidates`."""
+        """Return scores of a row's candidates after each node, and their ids (`score_candidates`)."""
         books = (self.codebooks.get_parameter(f"{name}_codebook") for name in ("predecessor", "successor"))
         return score_candidates(of.scores, of.ids, of.projected, row, previous, *books)
 

@@ -146,7 +146,7 @@ class HybridForCausalLM(LlamaForCausalLM):
 
 
 def layer_rules(path: str, name: str) -> dict[str, str]:
-    """See `aerie.workers.models.llama.layer_rules`. For any layer."""
+    """Return the rules of a `NameMap` for one layer of either kind (`llama.layer_rules`)."""
     recurrent = {
         f"{path}.self_attn.in_proj": f"{name}.linear_attn.{{part}}",
         f"{path}.self_attn.gates": f"{name}.linear_attn.{{part}}",

@@ -51,7 +51,7 @@ def read_experts(config: dict[str, Any], source: str, normalise: bool) -> Expert
 
 
 def shared_layer_rules(path: str, name: str) -> dict[str, str]:
-    """See `aerie.workers.models.llama.layer_rules`. For a gated shared expert; its gate is a part of the router."""
+    """Return the rules of a `NameMap` for a layer with a gated shared expert, whose gate is a part of the router."""
     return moe_rules(path, name, router="{part}", shared="shared_expert") | llama.layer_rules(path, name)
 
 

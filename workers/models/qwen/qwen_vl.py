@@ -35,7 +35,7 @@ def read_config(config: dict[str, Any], source: str) -> LlamaMoeConfig:
 
 
 def is_served(config: Mapping[str, Any]) -> bool:
-    """See `is_served` of Llama and of `aerie.workers.models.qwen.qwen3_moe`."""
+    """Return whether the text part is served: as the text-only model of its generation (`llama`, `qwen3_moe`)."""
     text = config.get("text_config")
     architecture = architecture_of(config)
     text = _as_decoder(text if isinstance(text, dict) else config, architecture)

@@ -43,7 +43,7 @@ def awq_scheme(group: int | None, symmetric: bool) -> IntScheme:
 
 
 def read_awq(quantization: Mapping[str, Any], source: str) -> QuantMethod:
-    """See `aerie.workers.quantization.table.QuantReader`."""
+    """Return the method of a quantization_config. source: the checkpoint's name, for errors. Raises ValueError."""
     bits_of(quantization, source, "bits", "w_bit", supported=(4,))
     only(quantization, source, "version", "gemm")
     only(quantization, source, "checkpoint_format", "gemm")
@@ -100,7 +100,7 @@ def gptq_scheme(bits: int, group: int | None, symmetric: bool, ordered: bool = F
 
 
 def read_gptq(quantization: Mapping[str, Any], source: str) -> QuantMethod:
-    """See `aerie.workers.quantization.table.QuantReader`."""
+    """Return the method of a quantization_config. source: the checkpoint's name, for errors. Raises ValueError."""
     for key in ("checkpoint_format", "format"):
         only(quantization, source, key, "gptq", "gptq_v2")
     only(quantization, source, "is_marlin_format", False)
@@ -191,7 +191,7 @@ class AutoRound(SchemeQuant):
 
 
 def read_auto_round(quantization: Mapping[str, Any], source: str) -> QuantMethod:
-    """See `aerie.workers.quantization.table.QuantReader`."""
+    """Return the method of a quantization_config. source: the checkpoint's name, for errors. Raises ValueError."""
     only(quantization, source, "packing_format", *_PACKINGS)
     only(quantization, source, "data_type", "int", "int_sym", "int_asym")
     only(quantization, source, "act_bits", 16, 32)

@@ -129,7 +129,7 @@ class GraphedDecoding:
         return GraphCount(num_captured, queue.num_waiting, queue.missed_rows, capture_ms)
 
     def first_graphs(self, measured: Iterable[tuple[int, int, int, int]]) -> frozenset[GraphKey]:
-        """See `GraphKeys.first`."""
+        """Return the keys of the graphs that a start waits for (`GraphKeys.first`)."""
         return self._keys.first(measured)
 
     @torch.inference_mode()
