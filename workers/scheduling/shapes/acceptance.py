@@ -17,30 +17,23 @@ Int32s = npt.NDArray[np.int32]
 Bools = npt.NDArray[np.bool_]
 
 WINDOW = 2048.0  # rounds after which the weight in the engine's counts is 1 / e
-RECENT_WINDOW = 256.0  # the same for the counts of recent requests
-REQUEST_WINDOW = 64.0  # the same for a request's own counts
-PLAIN_WINDOW = 16.0  # the same for rounds without drafts, after which a request is expected to be past its hard words
-PRIOR = 4.0  # weight, in rounds, of the depth above in a depth's estimate
-MAX_BORROWED = 32.0  # maximum weight, in rounds, of other shapes' counts in a shape's estimate
-BORROWED_SHARE = 1 / 8  # information of a borrowed round, relative to one of the shape's own
-FIRST_CHANCE = 0.7  # initial probability of the first draft
-# A request's own drafts are weighed against a prior of MIN_REQUEST_PRIOR / v drafts, within the bounds, where v is the
-# variance of requests' log odds around the engine's.
-MIN_REQUEST_PRIOR, MAX_REQUEST_PRIOR = 4.0, 24.0
-VARIANCE, MAX_VARIANCE = 0.25, 2.0  # v before any request has ended, and its bound
-ENDED_WINDOW = 32.0  # ended requests after which the weight in its estimate is 1 / e
-ENDED_PRIOR, ENDED_INFORMATION = 4.0, 5.0  # weight of `VARIANCE` in it: requests, and the variance of the hits of each
+# The same for a request's own counts and for those of recent requests, and in ended requests for v.
+REQUEST_WINDOW = 64.0
+# The same for a request's mean min-entropy, which is added to as many rounds of recent requests; and for its own counts
+# in rounds without drafts, after which it is expected to be past its hard words.
+NATS_WINDOW = 16.0
+# Weight of what an estimate is shrunk to. In a cell: rounds of the depth above, and at most as many of other rows. In
+# an offset: drafts, accepted as expected, of recent requests; of a request, over v. In v: requests of `VARIANCE`.
+PRIOR = 8.0
+FIRST_CHANCE = 0.7  # initial probability of the first draft; of copied ones, whatever their match
+VARIANCE = 0.25  # v, the variance of requests' log odds, before any request has ended, and its minimum in offsets
 SLOPE = 1.8  # log odds lost per nat of the target's min-entropy; 2.0 to 2.4 for whole answers of the embedded pair
-NATS_WINDOW = 24.0  # rounds after which the weight in a request's mean min-entropy is 1 / e
-NATS_PRIOR = 8.0  # weight, in rounds, of recent requests in that mean
 UPPER_ERRORS = 1.5  # standard errors between an estimate and its upper confidence bound
 MARGIN = 1e-3  # probabilities stay this far from 0 and 1
 MAX_REPORTS = 64  # steps whose reports are counted together
 
 MATCH_LENGTHS = (1, 3, 6, 12)  # tokens at which classes of matches begin; class 0: no match
 NUM_LENGTHS = len(MATCH_LENGTHS) + 1
-# FIRST_CHANCE by class of the match: without drafts in flight, and with them
-MATCH_CHANCES = (0.05, 0.3, 0.5, 0.65, 0.8, 0.05, 0.2, 0.3, 0.5, 0.8)
 
 
 class Acceptance:
@@ -59,7 +52,12 @@ class Acceptance:
 
     A request's log odds are the cell's plus an offset, the same for all cells. It is the sum of the offset of recent
     requests, of what the target's min-entropy in the request's text tells (also in rounds without drafts), and of the
-    request's own accepted drafts, relative to the expected number.
+    request's own accepted drafts, relative to the expected number. What is expected of counted trials is computed anew
+    with every estimate; with estimates of the time when they were counted, an offset would keep what the cells have
+    learned since, and count it twice.
+
+    A row's counts are compared with the offsets in the rounds that they are from. Else a chain that ran on a hard text
+    alone would promise as little on an easy one, where a tree runs whose own counts have learned that it is easy.
     """
 
     def __init__(self, shapes: RoundShapes, num_slots: int) -> None:
@@ -75,19 +73,21 @@ class Acceptance:
         self._exponents = (exponents / exponents[:, None])[:, :, None]  # [other row, row, 1]
         self._borrowed = np.exp2(-16.0 * np.abs(np.log2(self._exponents)))  # weight of another row's round
         self._borrowed[np.diag_indices(len(exponents))] = 0.0
-        self._first = np.array(MATCH_CHANCES) if self._is_copied else np.full(len(exponents), FIRST_CHANCE)
+        # copied drafts have a row for each class of matches, without drafts in flight and with them
+        self._first = np.full(2 * NUM_LENGTHS if self._is_copied else len(exponents), FIRST_CHANCE)
         self._hits, self._trials = np.zeros((2, len(self._first), self._max_depth))
         self._num_slots = num_slots  # column of rounds of earlier requests, in arrays of num_slots + 1
         self._numbers = np.full(num_slots + 1, -1, np.int64)  # numbers of the requests in the slots
-        self._own = np.zeros((3, num_slots + 1))  # decayed hits, trials and expected hits
-        self._recent = np.zeros(3)  # the same over all requests, without `recent` in the expected hits
+        # decayed hits, and trials by cell: of the requests in the slots, and of all recent ones
+        self._own_hits, self._own_trials = np.zeros(num_slots + 1), np.zeros((*self._hits.shape, num_slots + 1))
+        self._recent_hits, self._recent_trials = 0.0, np.zeros_like(self._hits)
         # decayed nats and rounds: of requests, of all, and of those that each row's counts are from
         self._own_nats = np.zeros((2, num_slots + 1))
         self._recent_nats, self._row_nats = np.zeros(2), np.zeros((2, len(self._first)))
-        self._offset = np.zeros((len(self._first), num_slots + 1))  # without the request's own accepted drafts
+        self._row_offsets = np.zeros((2, len(self._first)))  # the same of accepted drafts' offsets
         self._recent_offset = 0.0
-        information = ENDED_PRIOR * ENDED_INFORMATION
-        squared = information * ENDED_INFORMATION
+        self._offset = np.zeros((len(self._first), num_slots + 1))  # without the request's own accepted drafts
+        information, squared = PRIOR**2, PRIOR**3  # of `PRIOR` requests, whose hits have a variance of `PRIOR` each
         # decayed sums over ended requests: (hits - expected)^2, information, information^2
         self._ended = np.array([information + squared * VARIANCE, information, squared])
         # shapes, slots, numbers, drafted, accepted, possible, nats
@@ -187,11 +187,12 @@ class Acceptance:
         """Learn how much requests differ from earlier requests of these slots, and forget these."""
         changed = slots[self._numbers[slots] != numbers]
         if len(changed):
-            hits, trials, expected = self._own[:, np.unique(changed)]
+            hits, trials, expected = self._own_sums(np.unique(changed))
             information = expected * (1.0 - expected / np.maximum(trials, MARGIN))
             ended = np.array(((hits - expected) ** 2, information, information**2)).sum(1)
-            self._ended = self._ended * math.exp(-np.count_nonzero(information) / ENDED_WINDOW) + ended
-            self._own[:, changed] = self._own_nats[:, changed] = self._offset[:, changed] = 0.0
+            self._ended = self._ended * math.exp(-np.count_nonzero(information) / REQUEST_WINDOW) + ended
+            self._own_hits[changed] = self._own_trials[:, :, changed] = 0.0
+            self._own_nats[:, changed] = self._offset[:, changed] = 0.0
             self._class[changed] = 0
             self._numbers[slots] = numbers
 
@@ -212,8 +213,12 @@ class Acceptance:
             self._count_nats(slots, np.where(ran, rows, -1), nats)
             ran &= self._row[drafted] == rows  # a tree drafted for another row of cells says nothing of this one
         num_drafted, num_plain = (np.bincount(slots[which], minlength=self._num_slots + 1) for which in (ran, ~ran))
-        self._own *= np.exp(-num_drafted / REQUEST_WINDOW - num_plain / PLAIN_WINDOW)
-        self._recent *= math.exp(-len(slots) / RECENT_WINDOW)
+        own_decay = np.exp(-num_drafted / REQUEST_WINDOW - num_plain / NATS_WINDOW)
+        recent_decay = math.exp(-len(slots) / REQUEST_WINDOW)
+        self._own_hits *= own_decay
+        self._own_trials *= own_decay
+        self._recent_hits *= recent_decay
+        self._recent_trials *= recent_decay
         rounds_of_row = np.bincount(rows[ran], minlength=len(self._hits))
         # other rows are forgotten more slowly
         decay = np.exp(-np.maximum(rounds_of_row, len(slots) / 8)[:, None] / WINDOW)
@@ -232,19 +237,20 @@ class Acceptance:
         # ... so depth d has a hit in every round that accepted at least d, and a miss in those that stopped before it
         hits = tests.sum(3)[:, :, :0:-1].cumsum(2)[:, :, ::-1]  # [rows, present, depth]
         trials = hits + tests[:, :, :-1, 1]
+        self._own_hits[present] += hits.sum((0, 2))
+        self._own_trials[:, :, present] += trials.swapaxes(1, 2)
+        self._recent_hits += hits.sum()
+        self._recent_trials += trials.sum(1)
+        self._count_offsets(slots[ran], rows[ran], present)
         self._hits += hits.sum(1)
         self._trials += trials.sum(1)
         self._estimate()
-        logits = self._logits[:, None] + (self._offset[:, present] - self._recent_offset)[:, :, None]
-        totals = [counts.sum((0, 2)) for counts in (hits, trials, trials * _chance(logits + self._recent_offset))]
-        self._own[:, present] += totals
-        self._recent += hits.sum(), trials.sum(), (trials * _chance(logits)).sum()
 
     def _count_nats(self, slots: Ints, rows: Ints, nats: Floats) -> None:
         """Add rounds to the means of the min-entropy. rows: [n] rows that count the rounds, -1 without drafts."""
         known = nats >= 0.0  # False for NaN
         slots, rows, nats = slots[known], rows[known], nats[known]
-        self._recent_nats *= math.exp(-len(nats) / RECENT_WINDOW)
+        self._recent_nats *= math.exp(-len(nats) / REQUEST_WINDOW)
         self._recent_nats += nats.sum(), len(nats)
         for sums, index, window in ((self._own_nats, slots, NATS_WINDOW), (self._row_nats, rows, WINDOW)):
             counted, size = index >= 0, sums.shape[1]
@@ -252,12 +258,23 @@ class Acceptance:
             sums *= np.exp(-rounds / window)
             sums += np.bincount(index[counted], nats[counted], size), rounds
 
+    def _count_offsets(self, slots: Ints, rows: Ints, present: Ints) -> None:
+        """Add rounds to the means of the offsets. Called before the cells learn from these rounds, so that a surprise
+        counts as the text's in part. present: [m] the slots without repetitions."""
+        self._update_offsets(present)
+        offsets = np.zeros(self._num_slots + 1)
+        offsets[present] = self._recent_offset + self._own_offsets(present)[0]
+        size = len(self._hits)
+        rounds = np.bincount(rows, minlength=size)
+        self._row_offsets *= np.exp(-rounds / WINDOW)
+        self._row_offsets += np.bincount(rows, offsets[slots], size), rounds
+
     def _estimate(self) -> None:
         """Estimate every cell's log odds, and their upper confidence bounds."""
         rates = (self._hits + MARGIN) / (self._trials + 2 * MARGIN)
         weights = self._borrowed * self._trials[:, None]  # [other row, row, depth]
         borrowed = weights.sum(0)
-        share = np.minimum(1.0, MAX_BORROWED / np.maximum(borrowed, 1.0))
+        share = np.minimum(1.0, PRIOR / np.maximum(borrowed, 1.0))
         others = (weights * (1.0 - (1.0 - rates[:, None]) ** self._exponents)).sum(0)
         hits, trials = self._hits + share * others, self._trials + share * borrowed
         chances, chance = np.empty_like(hits), self._first
@@ -265,21 +282,27 @@ class Acceptance:
             chance = (hits[:, depth] + PRIOR * chance) / (trials[:, depth] + PRIOR)
             chances[:, depth] = chance
         chances = np.clip(chances, MARGIN, 1.0 - MARGIN)
-        evidence = self._trials + PRIOR + BORROWED_SHARE * share * borrowed
-        upper = chances + UPPER_ERRORS * np.sqrt(chances * (1.0 - chances) / evidence)
+        upper = chances + UPPER_ERRORS * np.sqrt(chances * (1.0 - chances) / (self._trials + PRIOR))
         self._logits, self._upper = _logits_of(chances), _logits_of(np.minimum(upper, 1.0 - MARGIN))
 
     def _update_offsets(self, slots: Ints) -> None:
         """Estimate the offsets of recent requests, and those by min-entropy."""
-        self._recent_offset = float(_offset(self._recent, MAX_REQUEST_PRIOR)[0])
-        self._offset[:, slots] = self._recent_offset
-        mean, counted = self._row_nats.sum(1)
-        if counted:
-            mean /= counted
-            row_nats = (self._row_nats[0] + NATS_PRIOR * mean) / (self._row_nats[1] + NATS_PRIOR)
-            recent = (self._recent_nats[0] + NATS_PRIOR * mean) / (self._recent_nats[1] + NATS_PRIOR)
-            nats, rounds = self._own_nats[:, slots]
-            self._offset[:, slots] += SLOPE * (row_nats[:, None] - (nats + NATS_PRIOR * recent) / (rounds + NATS_PRIOR))
+        mean_nats = _mean(self._row_nats if self._row_nats[1].any() else self._recent_nats)
+        mean_offset = _mean(self._row_offsets)
+        recent_nats = float(_shrunk(self._recent_nats, mean_nats))
+        nats = _shrunk(self._own_nats[:, slots], recent_nats)
+        of_rows = SLOPE * _shrunk(self._row_nats, mean_nats) + mean_offset - _shrunk(self._row_offsets, mean_offset)
+        trials, logits = self._recent_trials, self._logits + (of_rows - SLOPE * recent_nats)[:, None]
+        sums = np.array((self._recent_hits, trials.sum(), (trials * _chance(logits)).sum()))
+        self._recent_offset = float(_offset(sums, PRIOR)[0])
+        self._offset[:, slots] = self._recent_offset + of_rows[:, None] - SLOPE * nats
+
+    def _own_sums(self, slots: Ints) -> Floats:
+        """Return [3, n]: hits, trials and expected hits of the requests in these slots."""
+        trials = self._own_trials[:, :, slots]
+        expected = trials * _chance(self._logits[:, :, None] + self._offset[:, None, slots])
+        sums: Floats = np.stack((self._own_hits[slots], trials.sum((0, 1)), expected.sum((0, 1))))
+        return sums
 
     def _own_offsets(self, slots: Ints) -> tuple[Floats, Floats]:
         """Return, [n] each, the offsets by requests' own accepted drafts, and the variance of their errors.
@@ -288,8 +311,8 @@ class Acceptance:
         (hits - expected)^2 is I + v * I^2.
         """
         squares, information, squared = self._ended.tolist()
-        variance = min(max((squares - information) / squared, MARGIN), MAX_VARIANCE)
-        offsets, information = _offset(self._own[:, slots], min(MIN_REQUEST_PRIOR / variance, MAX_REQUEST_PRIOR))
+        variance = max((squares - information) / squared, MARGIN)
+        offsets, information = _offset(self._own_sums(slots), PRIOR / max(variance, VARIANCE))
         return offsets, 1.0 / (1.0 / variance + information)
 
 
@@ -303,6 +326,17 @@ def _offset(sums: Floats, prior: float) -> tuple[Floats, Floats]:
     chance = np.where(trials > 0.0, expected / np.maximum(trials, MARGIN), 0.5)  # MARGIN: no division by 0
     offset: Floats = _logits_of((hits + prior * chance) / (trials + prior)) - _logits_of(chance)
     return offset, trials * chance * (1.0 - chance)
+
+
+def _mean(sums: Floats) -> float:
+    """sums: [2, ...] values and rounds."""
+    return float(sums[0].sum() / max(sums[1].sum(), MARGIN))
+
+
+def _shrunk(sums: Floats, prior: float) -> Floats:
+    """Return [...] means of `sums`, [2, ...] values and rounds, shrunk to `prior`."""
+    means: Floats = (sums[0] + NATS_WINDOW * prior) / (sums[1] + NATS_WINDOW)
+    return means
 
 
 def _logits_of(chances: Floats) -> Floats:

@@ -13,6 +13,7 @@ from aerie.workers.config import RoundShapes
 from aerie.workers.scheduling.cost_table import CostTable
 from aerie.workers.scheduling.shapes.shape_choice import Reason
 from tests.support.simulation.shapes import CHAIN, CPU, GPU, TREE, Engine, chances_of, misread
+from tests.support.slow import slow
 
 TRUE = (1.0,) * 6
 SLOW = pytest.mark.slow
@@ -40,29 +41,31 @@ def test_plain_decoding_runs_where_it_is_best_whatever_the_start_measured(factor
     assert reached(engine) > 0.97, engine.seen
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=SLOW)])
 @pytest.mark.parametrize(
-    ("costs", "shapes"),
-    [(GPU, TREE), *(pytest.param(*both, marks=SLOW) for both in ((CPU, CHAIN), (CPU, TREE), (GPU, CHAIN)))],
-    ids=["gpu-tree", "cpu-chain", "cpu-tree", "gpu-chain"],
+    ("costs", "shapes", "num_seeds"),
+    [(GPU, TREE, 1), *slow((GPU, TREE, 6), (CPU, CHAIN, 6), (CPU, TREE, 6), (GPU, CHAIN, 6))],
+    ids=["gpu-tree", "gpu-tree, seeds", "cpu-chain, seeds", "cpu-tree, seeds", "gpu-chain, seeds"],
 )
 def test_after_a_loaded_start_every_load_gets_its_shape(
-    shapes: RoundShapes, costs: dict[RoundShapes, CostTable], seed: int
+    shapes: RoundShapes, costs: dict[RoundShapes, CostTable], num_seeds: int
 ) -> None:
-    """Every point of the table is off by a factor of its own, two on average. Means are 0.991 to 0.996. Formerly 0.948
+    """Every point of the table is off by a factor of its own, two on average. Means are 0.988 to 0.996. Formerly 0.948
     with a CPU's trees: free probes of a tree of 300 ms beside rounds of 36, which three standard errors might make the
-    best shape, but not two."""
-    found = []
-    for mean in (1.0001, 2.5, 4.5):
+    best shape, but not two.
+
+    Loads are judged by their mean over seeds: of a CPU's trees, single ones have a standard deviation of 0.01, and the
+    lowest of 15 is 0.964 to 0.982, by the seed."""
+    found: dict[tuple[float, int], list[float]] = {}
+    for mean, seed in itertools.product((1.0001, 2.5, 4.5), range(num_seeds)):
         wrong = np.exp(np.random.default_rng(seed).normal(0.0, 0.7, (len(shapes), 6)))
         actual, chances = costs[shapes], chances_of(shapes, mean)
         told = misread(actual, wrong.tolist())
         engine = Engine(shapes, 1, 500, chances, seed, actual=actual, told=told, request_steps=80)
-        for batch in (1, 128, 8, 32, 1):
+        for i, batch in enumerate((1, 128, 8, 32, 1)):
             engine.batch = batch
-            found.append((reached(engine, 300), mean, batch))
-    low = sorted(found)
-    assert low[0][0] > 0.97 and np.mean([share for share, *_ in found]) > 0.985, low[:5]
+            found.setdefault((mean, i), []).append(reached(engine, 300))
+    shares = np.array(list(found.values()))  # [loads, seeds]
+    assert shares.mean(1).min() > 0.97 and shares.mean() > 0.985 and shares.min() > 0.955, found
 
 
 @pytest.mark.parametrize("costs", [CPU, pytest.param(GPU, marks=SLOW)], ids=["cpu", "gpu"])
