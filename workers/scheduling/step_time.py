@@ -268,8 +268,8 @@ class StepTime:
     def errors_between(self, rounds: Sequence[Step], other: Step) -> list[float]:
         """Return, for each of `rounds`, the standard error of log(its time / the time of `other`), in which common
         parts cancel. All must be steps without prompt tokens."""
-        theirs = self._parts.of(other)
-        parts = np.array([self._parts.of(step) + theirs for step in rounds])
+        other_parts = self._parts.of(other)
+        parts = np.array([self._parts.of(step) + other_parts for step in rounds])
         covariance = self._filter.covariance[parts[:, :, None], parts[:, None, :]]
         variances = _DIFFERENCE @ covariance @ _DIFFERENCE
         counts = self._num_observed[parts[:, 2]]

@@ -157,10 +157,13 @@ class Selector(nn.Module):
         projected: Tensor = self.projection(states.flatten(0, -2)).unflatten(0, states.shape[:-1])
         return projected
 
-    def forward(self, of: RowCandidates, row: int, previous: Tensor) -> tuple[Tensor, Tensor]:
-        """Return scores of a row's candidates after each node, and their ids (`score_candidates`)."""
-        books = (self.codebooks.get_parameter(f"{name}_codebook") for name in ("predecessor", "successor"))
-        return score_candidates(of.scores, of.ids, of.projected, row, previous, *books)
+    def forward(self, candidates: RowCandidates, row: int, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scores of a row's candidates after each node, and their ids: [B * k, n] float32 and int64.
+
+        row: row of the block. previous: [B, k] int64 token of each node.
+        """
+        before, after = (self.codebooks.get_parameter(f"{name}_codebook") for name in ("predecessor", "successor"))
+        return score_candidates(candidates.scores, candidates.ids, candidates.projected, row, previous, before, after)
 
 
 class DFlash2Model(DFlashModel):
