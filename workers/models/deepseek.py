@@ -75,7 +75,8 @@ class DeepseekConfig(ModelConfig):
         return replace(self, whole_experts=True)
 
     def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:
-        check_experts_device(device, dtype, source)
+        if self.experts.layers:
+            check_experts_device(device, dtype, source)
 
     def score_rule(self, layer: int) -> ScoreRule:
         return ScoreRule(self.attention_scale)

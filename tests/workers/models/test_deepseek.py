@@ -131,6 +131,13 @@ def test_what_would_be_ignored_is_refused(tmp_path: Path, changes: dict[str, Any
         config_of(tmp_path, **changes)
 
 
+def test_layers_without_experts_run_in_float32_on_a_gpu(tmp_path: Path) -> None:
+    gpu = Capability("cuda", (9, 0))
+    config_of(tmp_path, first_k_dense_replace=4).check_device(gpu, torch.float32, "model x")
+    with pytest.raises(ValueError, match="^model x: experts on a GPU are multiplied in bfloat16, not in float32"):
+        config_of(tmp_path).check_device(gpu, torch.float32, "model x")
+
+
 def test_modules_for_drafting_are_not_the_targets(tmp_path: Path) -> None:
     config = config_of(tmp_path, num_nextn_predict_layers=1)
     names = family_of(config.architecture, "model x").weight_names(config)
