@@ -259,7 +259,7 @@ REFUSED: dict[str, Names] = {
         remote-instance-weight-loader-send-weights-group-ports
         """,
     ),
-    "Aerie's adapters change attention and MLPs of text (docs/lora.md): leave it out": Names(
+    "Aerie's adapters are of peft's forms, and change layers of text (docs/lora.md): leave it out": Names(
         flags="""
         enable-mixed-moe-lora-format enable-moe-shared-loras enable-tower-connector-lora lora-use-virtual-experts
         """,

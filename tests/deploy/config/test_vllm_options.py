@@ -71,7 +71,7 @@ def test_a_command_line_of_vllms_amounts_to_a_configuration(tmp_path: Path, caps
     [
         (["--chat-template", "x.jinja"], "--chat-template x.jinja: no such file; leave it out"),
         (["--tokenizer", "x/y"], "--tokenizer x/y: the tokenizer is the model's own; put its tokenizer.json"),
-        (["--enable-moe-shared-loras"], "--enable-moe-shared-loras: Aerie's adapters change attention and MLPs"),
+        (["--enable-moe-shared-loras"], "--enable-moe-shared-loras: Aerie's adapters are of peft's forms"),
         (["-pp", "2"], "--pipeline-parallel-size 2: Aerie has no pipelines: raise --tensor-parallel-size"),
         (["--quantization", "awq"], "--quantization awq: .*target is not quantised, .* leave it out"),
         (["--max-model-len", "many"], "--max-model-len many: must be a whole number"),
