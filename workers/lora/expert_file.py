@@ -68,7 +68,7 @@ class ExpertNames:
             for expert in range(layer.shape.held.total):
                 for part in layer.shape.parts:
                     self._single[names.module_name(path, part.name, expert)] = path, layer, part, expert
-            name = names.module_name(path, "gate_proj", 0).removesuffix(".0.gate_proj")
+            name = names.module_name(path, "gate_proj", 0).rsplit(".", 2)[0]  # without expert and matrix
             found = _Layer(path, layer, *_layout(layer, names, path, name))
             self._stacked |= {name: found, f"{name}.experts": found}
 

@@ -149,7 +149,9 @@ def test_captured_steps_serve_all_adapters(experts: Adapted) -> None:
     ("architecture", "ranks", "whole"),
     [
         ("GptOss", 2, False),
+        ("Mixtral", 1, False),
         *slow(
+            ("Mixtral", 2, False),
             ("GptOss", 1, False),
             ("GptOss", 2, True),
             ("GraniteMoe", 2, False),
@@ -160,16 +162,39 @@ def test_captured_steps_serve_all_adapters(experts: Adapted) -> None:
 )
 def test_families_stack_experts_in_their_own_ways(tmp_path: Path, architecture: str, ranks: int, whole: bool) -> None:
     """gpt-oss: inputs first, rows of gate and up interleaved, biases, another activation. DeepSeek and GLM: beside
-    shared experts and dense layers."""
+    shared experts and dense layers. Mixtral: experts that the adapter of transformers' modules recognises."""
     target = make_target(tmp_path / "target", architecture=architecture, num_hidden_layers=2)
     settings: dict[str, Any] = {"target_modules": ["gate_proj", "up_proj", "down_proj"]}
-    if architecture in ("GptOss", "GraniteMoe"):
+    if architecture in ("GptOss", "GraniteMoe", "Mixtral"):
         settings = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
     adapter, prompts = make_adapter(tmp_path / "adapter", target, 3, **settings), prompts_of(37, 5)
     expected = merged_tokens(target, adapter, prompts, GREEDY.max_tokens, EOS)
     assert expected != merged_tokens(target, None, prompts, GREEDY.max_tokens, EOS)
     lora = LoraConfig({"a": str(adapter)}, experts=True)
     with local_engine(spec_of(target, lora, tensor_parallel=ranks, expert_parallel=whole)) as engine:
+        assert [request.output for request in engine.generate(prompts, of("a"))] == expected
+
+
+def test_mixtrals_matrices_have_names_of_their_own(tmp_path: Path) -> None:
+    """w1, w2 and w3 of block_sparse_moe, as adapters of 2024 have them."""
+    target, merged = (make_target(tmp_path / name, architecture="Mixtral", num_hidden_layers=1) for name in "tm")
+    weights, adapter = load_file(target / "model.safetensors"), tmp_path / "adapter"
+    generator, tensors = torch.Generator().manual_seed(0), dict[str, Tensor]()
+    for name, weight in weights.items():
+        if ".experts." in name:
+            module, (outputs, inputs) = name.removesuffix(".weight"), weight.shape
+            down = torch.randn(8, inputs, generator=generator) * inputs**-0.5
+            up = torch.randn(outputs, 8, generator=generator) * 0.2
+            tensors |= {f"base_model.model.{module}.lora_{side}.weight": of for side, of in (("A", down), ("B", up))}
+            weights[name] = weight + (2 * up @ down).to(weight.dtype)
+    save_file(weights, merged / "model.safetensors", {"format": "pt"})
+    adapter.mkdir()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["w1", "w2", "w3"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    expected = merged_tokens(merged, None, prompts := prompts_of(37, 5), GREEDY.max_tokens, EOS)
+    assert expected != merged_tokens(target, None, prompts, GREEDY.max_tokens, EOS)
+    with local_engine(spec_of(target, LoraConfig({"a": str(adapter)}, experts=True))) as engine:
         assert [request.output for request in engine.generate(prompts, of("a"))] == expected
 
 
