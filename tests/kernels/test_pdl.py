@@ -157,7 +157,7 @@ CASES: dict[str, tuple[Any, dict[str, str], dict[str, Any], bool, set[str]]] = {
     "merge_rows": (
         merge_states_triton.merge_rows,
         {"part_ptr": "fp32", "lse_ptr": "fp32", "out_ptr": "bf16"},
-        {"ROWS": 4, "GROUP": 4, "KV_HEADS": 8, "D": 128, "BLOCK_M": 16, "COLUMNS": 8, "SPLITS": 8, "MAX_SPLITS": 64}
+        {"ROWS": 4, "GROUP": 4, "KV_HEADS": 8, "D": 128, "BLOCK_M": 16, "COLUMNS": 8, "AT_ONCE": 8, "MAX_SPLITS": 64}
         | {"PDL": True},
         False,
         {"requests_ptr"},

@@ -135,7 +135,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(llm: LLM) -> None:
         LLM("eagle", hf_token_="x")
     with pytest.raises(ConfigError, match="^quantization_config|is not quantised"):
         LLM(str(TARGET), quantization="awq")
-    with pytest.raises(ConfigError, match="^enable_moe_shared_loras=True: Aerie's adapters change attention"):
+    with pytest.raises(ConfigError, match="^enable_moe_shared_loras=True: Aerie's adapters are of peft's forms"):
         LLM("eagle", enable_moe_shared_loras=True)
     with pytest.raises(ConfigError, match="^ingress.api_keys: is a server's"):
         LLM("eagle", api_key="a-secret-key")

@@ -34,7 +34,7 @@ PARTS: dict[str, tuple[Any, str, Any, str]] = {
     ),
     "penalties": (
         slots,
-        "_shaping_columns",
+        "_shaping_arrays",
         lambda init: init.sampling.logprobs == 7,
         "its parameters failed",
     ),

@@ -32,17 +32,20 @@ def test_short_answers_come_as_fast_as_with_the_best_shape(
     shapes: RoundShapes, batch: int, mean: float, host_ms: float, best: str
 ) -> None:
     """Against the best shape in all steps that may have it, and in the others what is captured beside prompts. What is
-    accepted differs between both by chance, which makes a standard error of 0.015: 0.97 less two of them."""
+    accepted differs between both by chance, which makes a standard error of 0.015 a pair: 0.97 less two of the
+    mean's."""
     of, index = embedded_pair(shapes, mean, host_ms), [shape.name for shape in shapes.shapes].index(best)
     beside = shapes.largest_mixed_shape(batch)
-    count = 40 + 10 * batch
-    forced = Answers(of, choose=lambda has_prompts: beside if has_prompts else index)
-    chosen = Answers(of)
-    for answers in (forced, chosen):
-        answers.warm_up(batch)
-    before = chosen.steps
-    share = chosen.tokens_per_ms(batch, count) / forced.tokens_per_ms(batch, count)
-    assert share > 0.94, (share, chosen.steps - before)
+    shares = []
+    for seed in range(2):
+        forced = Answers(of, seed, choose=lambda has_prompts: beside if has_prompts else index)
+        chosen = Answers(of, seed)
+        rates = []
+        for answers in (forced, chosen):
+            answers.warm_up(batch)
+            rates.append(answers.tokens_per_ms(batch, 40 + 10 * batch))
+        shares.append(rates[1] / rates[0])
+    assert sum(shares) / 2 > 0.97 - 2 * 0.015 / 2**0.5, shares
 
 
 @pytest.mark.parametrize("batch", [1, pytest.param(8, marks=pytest.mark.slow)])
@@ -51,12 +54,12 @@ def test_no_shape_is_locked_out_by_how_its_first_rounds_went(batch: int) -> None
     rounds follow prompts, evaluations and first launches, all of which delay them; some starts measured it too slow.
 
     One H200 ran the smaller tree alone. Shares of the best shape's rate, of a few hundred rounds: standard error 0.03
-    each, by what is accepted.
+    each, by what is accepted, and 0.86 for some. Where offsets counted again what the cells had learned, one was 0.70.
     """
     shares = []
     for told, slow_first in (((1, 1, 1, 1), 1.0), ((1, 1, 1, 1.6), 4.0), ((3, 1, 1, 1), 4.0)):
         of = measured_tree(told, slow_first)
-        for seed in range(2):
+        for seed in range(3):
             forced = Answers(of, seed, choose=lambda has_prompts: 3)
             chosen = Answers(of, seed)
             rates = []
@@ -64,4 +67,4 @@ def test_no_shape_is_locked_out_by_how_its_first_rounds_went(batch: int) -> None
                 answers.warm_up(batch)
                 rates.append(answers.tokens_per_ms(batch, 15 + 3 * batch))
             shares.append(rates[1] / rates[0])
-    assert min(shares) > 0.88 and sum(shares) / len(shares) > 0.97 - 2 * 0.03 / len(shares) ** 0.5, shares
+    assert min(shares) > 0.83 and sum(shares) / len(shares) > 0.97 - 2 * 0.03 / len(shares) ** 0.5, shares
