@@ -9,18 +9,18 @@ ever: programs start in order of their index, and the first ones wait for no oth
 import triton
 import triton.language as tl
 
-from aerie.kernels.lora.product_triton import _NONE, _next_index
+from aerie.kernels.lora.product_triton import NONE, next_index
 
 SLICES = tl.constexpr(4)  # slices of the inputs, whose sums are added in order
 
 
 @triton.jit
 def four_indices(indices, index):
-    """The four smallest indices after `index` that a row has; `_NONE` from where on there is none."""
-    first = _next_index(indices, index)
-    second = _next_index(indices, first)
-    third = _next_index(indices, second)
-    return first, second, third, _next_index(indices, third)
+    """The four smallest indices after `index` that a row has; `NONE` from where on there is none."""
+    first = next_index(indices, index)
+    second = next_index(indices, first)
+    third = next_index(indices, second)
+    return first, second, third, next_index(indices, third)
 
 
 @triton.jit
@@ -62,7 +62,7 @@ def add_down(
         tl.extra.cuda.gdc_wait()
     unit, end = program, CHUNKS * SLICES
     first, second, third, fourth = four_indices(indices, -1)
-    while first < _NONE:
+    while first < NONE:
         owners, last = _owners(first, second, third, fourth, RANKS)
         matrices = down_ptr + owners.to(tl.int64)[:, None] * (INNER * IN)
         while unit < end:
@@ -71,7 +71,7 @@ def add_down(
             acc = tl.zeros([64, BLOCK_M], tl.float32)
             for start in range(0, SPAN, BLOCK_K):
                 k = piece * SPAN + start + tl.arange(0, BLOCK_K)
-                there = (owners < _NONE)[:, None] & (k < IN)[None, :]
+                there = (owners < NONE)[:, None] & (k < IN)[None, :]
                 weights = tl.load(matrices + r[:, None] * IN + k[None, :], mask=there, other=0.0)
                 inputs = tl.load(
                     x_ptr + m.to(tl.int64)[None, :] * x_row_stride + k[:, None],
@@ -125,7 +125,7 @@ def up_of_adapters(
     owners, _ = _owners(first, second, third, fourth, RANKS)
     r = begin + tl.arange(0, 64) % RANKS
     matrices = up_ptr + owners.to(tl.int64)[None, :] * (N * RANK) + n[:, None] * RANK + r[None, :]
-    return tl.load(matrices, mask=(owners < _NONE)[None, :] & (n < N)[:, None], other=0.0)
+    return tl.load(matrices, mask=(owners < NONE)[None, :] & (n < N)[:, None], other=0.0)
 
 
 @triton.jit
@@ -172,12 +172,12 @@ def with_up(
     """
     part = acc
     if CHUNK == 0:
-        if first < _NONE:
+        if first < NONE:
             part = _add_up(
                 part, up, inner_ptr, indices, first, second, third, fourth, column, rows, INNER, BLOCK_M, RANKS, UPCAST
             )
         begin = RANKS
-        while first < _NONE:
+        while first < NONE:
             for start in tl.range(begin, RANK, RANKS, num_stages=1):
                 read = up_of_adapters(up_ptr, first, second, third, fourth, n, start, N, RANK, RANKS)
                 part = _add_up(

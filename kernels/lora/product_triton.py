@@ -21,7 +21,7 @@ from aerie.kernels.interpreter_triton import INTERPRETED
 from aerie.kernels.lora.product import ROW_LIMITS, LoraTables
 from aerie.kernels.pdl import pdl_wait
 
-_NONE = tl.constexpr(1 << 30)  # beyond all indices
+NONE = tl.constexpr(1 << 30)  # beyond all indices
 _MAX_SPLITS = (16, 8, 1)  # by the class of rows: partial sums of many rows take memory and time
 _FIXED_SPLITS = 8  # of all numbers of rows, for a fixed order of sums
 _SPLIT_INPUTS = 1024  # least inputs of a split, except with few rows
@@ -32,9 +32,88 @@ EXPAND_STAGES = 1  # more would copy partial sums to shared memory
 
 
 @triton.jit
-def _next_index(indices, index):
-    """The smallest index after `index` that a row has; `_NONE` if there is none."""
-    return tl.min(tl.where(indices > index, indices, _NONE))
+def next_index(indices, index):
+    """The smallest index after `index` that a row has; `NONE` if there is none."""
+    return tl.min(tl.where(indices > index, indices, NONE))
+
+
+@triton.jit
+def down_products(
+    rows_at,
+    matrix,
+    ours,
+    n,
+    first,
+    K: tl.constexpr,
+    SPAN: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Return [BLOCK_M, BLOCK_N] products of SPAN inputs with rows n of A, in float32; zeros for rows not `ours`.
+
+    rows_at: [BLOCK_M, 1] addresses of the rows of x, of K inputs.
+    matrix: address of an adapter's A, [.., K].
+    ours: [BLOCK_M, 1] whether a row has the adapter.
+    first: first input.
+    UPCAST: multiply in float32, for the interpreter.
+    """
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, SPAN, BLOCK_K):
+        k = first + start + tl.arange(0, BLOCK_K)
+        inside = k < K
+        inputs = tl.load(rows_at + k[None, :], mask=ours & inside[None, :], other=0.0)
+        weights = tl.load(matrix + n[None, :] * K + k[:, None], mask=inside[:, None], other=0.0)
+        if UPCAST:
+            inputs, weights = inputs.to(tl.float32), weights.to(tl.float32)
+        acc = tl.dot(inputs, weights, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def add_up_products(
+    acc,
+    parts_at,
+    split_stride,
+    matrix,
+    ours,
+    n,
+    begin,
+    DTYPE: tl.constexpr,
+    RANK: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Return acc [BLOCK_M, BLOCK_N] plus the products of A x with rows n of B.
+
+    parts_at: [BLOCK_M, 1] addresses of the rows' partial sums of A x, of which SPLITS are added, split_stride apart.
+    matrix: address of an adapter's B, [.., RANK].
+    ours: [BLOCK_M, 1] whether a row has the adapter.
+    begin: first of the outputs n.
+    DTYPE: to which A x is rounded.
+    PARTS: first outputs of the joined matrices, and their end; each matrix has its own A.
+    BLOCK_R: ranks per product.
+    """
+    r = tl.arange(0, BLOCK_R)
+    for p in tl.static_range(len(PARTS) - 1):
+        if (begin < PARTS[p + 1]) & (begin + BLOCK_N > PARTS[p]):
+            inside = ((n >= PARTS[p]) & (n < PARTS[p + 1]))[None, :]
+            for first in range(0, RANK, BLOCK_R):
+                weights = tl.load(matrix + n[None, :] * RANK + (first + r)[:, None], mask=inside, other=0.0)
+                inner = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
+                column = parts_at + (p * RANK + first + r)[None, :]
+                for split in tl.static_range(SPLITS):
+                    inner += tl.load(column + split * split_stride, mask=ours, other=0.0)
+                inner = inner.to(DTYPE)
+                if UPCAST:
+                    weights, inner = weights.to(tl.float32), inner.to(tl.float32)
+                acc = tl.dot(inner, weights, acc, input_precision="ieee")
+    return acc
 
 
 @triton.jit(do_not_specialize=["rows", "lanes"])
@@ -71,23 +150,16 @@ def _lora_shrink(
     indices = tl.load(index_ptr + m, mask=m < rows, other=-1)
     indices = tl.where(indices % lanes == lane, indices, -1)  # -1 too if it has none
     part = part_ptr + (split * rows + m).to(tl.int64)[:, None] * INNER + n[None, :]
-    index = _next_index(indices, -1)
-    while index < _NONE:
+    index = next_index(indices, -1)
+    while index < NONE:
         ours = (indices == index)[:, None]
         matrix = down_ptr + index.to(tl.int64) * (INNER * K)
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(0, SPAN, BLOCK_K):
-            k = split * SPAN + start + tl.arange(0, BLOCK_K)
-            inside = k < K
-            inputs = tl.load(
-                x_ptr + m.to(tl.int64)[:, None] * x_stride + k[None, :], mask=ours & inside[None, :], other=0.0
-            )
-            weights = tl.load(matrix + n[None, :] * K + k[:, None], mask=inside[:, None], other=0.0)
-            if UPCAST:
-                inputs, weights = inputs.to(tl.float32), weights.to(tl.float32)
-            acc = tl.dot(inputs, weights, acc, input_precision="ieee")
+        acc = down_products(
+            x_ptr + m.to(tl.int64)[:, None] * x_stride, matrix, ours, n, split * SPAN,
+            K, SPAN, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST,
+        )  # fmt: skip
         tl.store(part, acc, mask=ours)
-        index = _next_index(indices, index)
+        index = next_index(indices, index)
 
 
 @triton.jit(do_not_specialize=["rows", "lanes"])
@@ -118,7 +190,7 @@ def _lora_expand(
     BLOCK_R: ranks per product.
     """
     tile, block, lane = tl.program_id(0), tl.program_id(1) // lanes, tl.program_id(1) % lanes
-    m, n, r = block * BLOCK_M + tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    m, n = block * BLOCK_M + tl.arange(0, BLOCK_M), tile * BLOCK_N + tl.arange(0, BLOCK_N)
     INNER: tl.constexpr = (len(PARTS) - 1) * RANK
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -126,26 +198,17 @@ def _lora_expand(
     indices = tl.load(index_ptr + m, mask=m < rows, other=-1)
     indices = tl.where(indices % lanes == lane, indices, -1)  # -1 too if it has none
     out = y_ptr + m.to(tl.int64)[:, None] * y_stride + n[None, :]
-    index = _next_index(indices, -1)
-    while index < _NONE:
+    index = next_index(indices, -1)
+    while index < NONE:
         ours = (indices == index)[:, None]
         matrix = up_ptr + index.to(tl.int64) * (N * RANK)
         acc = tl.load(out, mask=ours & (n < N)[None, :], other=0.0).to(tl.float32)
-        for p in tl.static_range(len(PARTS) - 1):
-            if (tile * BLOCK_N < PARTS[p + 1]) & (tile * BLOCK_N + BLOCK_N > PARTS[p]):
-                inside = ((n >= PARTS[p]) & (n < PARTS[p + 1]))[None, :]
-                for first in range(0, RANK, BLOCK_R):
-                    weights = tl.load(matrix + n[None, :] * RANK + (first + r)[:, None], mask=inside, other=0.0)
-                    inner = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-                    column = part_ptr + m.to(tl.int64)[:, None] * INNER + (p * RANK + first + r)[None, :]
-                    for split in tl.static_range(SPLITS):
-                        inner += tl.load(column + split * rows * INNER, mask=ours, other=0.0)
-                    inner = inner.to(y_ptr.dtype.element_ty)
-                    if UPCAST:
-                        weights, inner = weights.to(tl.float32), inner.to(tl.float32)
-                    acc = tl.dot(inner, weights, acc, input_precision="ieee")
+        acc = add_up_products(
+            acc, part_ptr + m.to(tl.int64)[:, None] * INNER, rows * INNER, matrix, ours, n, tile * BLOCK_N,
+            y_ptr.dtype.element_ty, RANK, PARTS, SPLITS, BLOCK_M, BLOCK_N, BLOCK_R, UPCAST,
+        )  # fmt: skip
         tl.store(out, acc.to(y_ptr.dtype.element_ty), mask=ours & (n < N)[None, :])
-        index = _next_index(indices, index)
+        index = next_index(indices, index)
 
 
 @dataclass(frozen=True)

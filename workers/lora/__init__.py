@@ -2,6 +2,7 @@
 
 adapter_config  adapter_config.json of peft: ranks and scales; refuses what is not served
 adapter_file    the matrices of an adapter's folder, by this rank's layers
+adapted_weight  loading and finishing of weights under adapters, for linear layers and experts
 base_copies     whole weights in an adapter's file, compared with the base's
 embedding       adds their part to the rows of the embedding
 matrices        an adapter's matrices of a module, and of this rank's layers

@@ -15,6 +15,7 @@ from aerie.workers.config import LoraConfig
 from aerie.workers.layers.experts_method import ExpertsMethod, ExpertsShape
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part
 from aerie.workers.layers.moe import Experts, MixtureOfExperts
+from aerie.workers.lora.adapted_weight import AdaptedWeight
 from aerie.workers.lora.layers import AdapterRows, padded_rank
 
 GATE_UP, DOWN = "gate_up", "down"  # names of the two products, after the path of their layer
@@ -65,8 +66,10 @@ def expert_table_bytes(layers: Mapping[str, Experts], config: LoraConfig) -> int
     return sum(table.down.nbytes + table.up.nbytes for table in tables.values())
 
 
-class AdaptedExperts(ExpertsMethod):
+class AdaptedExperts(AdaptedWeight, ExpertsMethod):
     """The method of a layer's experts, with adapters. inner: the layer's own, which has the weights."""
+
+    inner: ExpertsMethod
 
     def __init__(
         self, inner: ExpertsMethod, gate_up: ExpertLoraTables, down: ExpertLoraTables, rows: AdapterRows
@@ -99,14 +102,6 @@ class AdaptedExperts(ExpertsMethod):
     def fp8_inputs(self) -> Fp8Inputs | None:
         return None if self._rows.is_active else self.inner.fp8_inputs
 
-    @property
-    def format(self) -> str:
-        return self.inner.format
-
-    @property
-    def reload_fault(self) -> str:
-        return self.inner.reload_fault
-
     def load(self, kind: str, expert: int, part: Part, full: Tensor) -> None:
         self.inner.load(kind, expert, part, full)
 
@@ -115,21 +110,6 @@ class AdaptedExperts(ExpertsMethod):
 
     def join(self, gate_up: LinearMethod, down: LinearMethod, options: GEMMOptions) -> bool:
         return self.inner.join(gate_up, down, options)
-
-    def fill_dummy(self, generator: torch.Generator) -> None:
-        self.inner.fill_dummy(generator)
-
-    def workspace_size(self) -> tuple[int, int]:
-        return self.inner.workspace_size()
-
-    def finish(self, options: GEMMOptions) -> None:
-        self.inner.finish(options)
-
-    def reopen(self) -> None:
-        self.inner.reopen()
-
-    def reloaded(self) -> None:
-        self.inner.reloaded()
 
 
 def launch_adapted_experts(model: nn.Module, rows: AdapterRows) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from aerie.kernels.capability import ALIGNED_BYTES
 from aerie.kernels.fp8.rows import Fp8Inputs, Fp8Rows
 from aerie.kernels.gemm.host_weight import HostWeight
-from aerie.kernels.gemm.workspace import GEMMOptions
 from aerie.kernels.lora.product import RANK_STEP, LoraTables, RowAdapters, add_lora
 from aerie.kernels.norm.norm import silu_mul
 from aerie.workers.layers.forward_context import ForwardContext, RowIndex
@@ -21,6 +20,7 @@ from aerie.workers.layers.linear import LinearBase
 from aerie.workers.layers.linear_method import LinearMethod, LinearShape, Part
 from aerie.workers.layers.moe import MixtureOfExperts
 from aerie.workers.layers.vocab import LMHead, VocabEmbedding
+from aerie.workers.lora.adapted_weight import AdaptedWeight
 from aerie.workers.models.decoder import Decoder
 
 EMBEDDING, HEAD = "embed_tokens", "lm_head"  # paths of a target's layers of the vocabulary
@@ -194,8 +194,10 @@ def table_bytes(layers: Iterable[LinearBase | VocabEmbedding], max_loras: int, m
     return sum(table.down.nbytes + table.up.nbytes for table in tables)
 
 
-class AdaptedMethod(LinearMethod):
+class AdaptedMethod(AdaptedWeight, LinearMethod):
     """A layer's method, with adapters. inner: the layer's own, which has the weight."""
+
+    inner: LinearMethod
 
     def __init__(self, inner: LinearMethod, tables: LoraTables, rows: AdapterRows) -> None:
         super().__init__(inner.shape)
@@ -269,14 +271,6 @@ class AdaptedMethod(LinearMethod):
     def host_weight(self) -> HostWeight | None:
         return self.inner.host_weight
 
-    @property
-    def format(self) -> str:
-        return self.inner.format
-
-    @property
-    def reload_fault(self) -> str:
-        return self.inner.reload_fault
-
     def load(self, kind: str, part: Part, full: Tensor) -> None:
         self.inner.load(kind, part, full)
 
@@ -285,18 +279,3 @@ class AdaptedMethod(LinearMethod):
 
     def fill_missing(self, kind: str, part: Part) -> bool:
         return self.inner.fill_missing(kind, part)
-
-    def fill_dummy(self, generator: torch.Generator) -> None:
-        self.inner.fill_dummy(generator)
-
-    def workspace_size(self) -> tuple[int, int]:
-        return self.inner.workspace_size()
-
-    def finish(self, options: GEMMOptions) -> None:
-        self.inner.finish(options)
-
-    def reopen(self) -> None:
-        self.inner.reopen()
-
-    def reloaded(self) -> None:
-        self.inner.reloaded()

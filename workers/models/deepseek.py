@@ -19,7 +19,7 @@ from aerie.workers.models import llama
 from aerie.workers.models.config import ModelConfig, check_cuts, decoder_fields, mscale_of, rope_of, rope_scaling_of
 from aerie.workers.models.config_fields import MAX_EXPERTS, MAX_LAYERS, architecture_of, flag_of, number_of, size_of
 from aerie.workers.models.decoder import Decoder
-from aerie.workers.models.moe import ExpertLayers, check_experts_device, moe_rules, num_experts_of
+from aerie.workers.models.moe import ExpertLayers, moe_rules, num_experts_of
 from aerie.workers.models.name_map import NameMap, decoder_names
 from aerie.workers.models.registry import AFTER_LAYERS, ModelFamily
 
@@ -75,8 +75,7 @@ class DeepseekConfig(ModelConfig):
         return replace(self, whole_experts=True)
 
     def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:
-        if self.experts.layers:
-            check_experts_device(device, dtype, source)
+        self.experts.check_device(device, dtype, source)
 
     def score_rule(self, layer: int) -> ScoreRule:
         return ScoreRule(self.attention_scale)

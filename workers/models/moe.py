@@ -56,6 +56,11 @@ class ExpertLayers:
         """Return the input sizes of one rank's down projections of routed experts (`ModelConfig.expert_inputs`)."""
         return {self.width_name: self.width if whole else self.width // tensor_parallel}
 
+    def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:
+        """See `check_experts_device`; a model whose layers are all dense passes. Raises ValueError."""
+        if self.layers:
+            check_experts_device(device, dtype, source)
+
     def module(self, hidden_size: int, group: TPGroup, whole: bool) -> MixtureOfExperts:
         """Return the experts of one layer."""
         return MixtureOfExperts(
@@ -101,7 +106,7 @@ class LlamaMoeConfig(LlamaConfig):
 
     def check_device(self, device: Capability, dtype: torch.dtype, source: str) -> None:
         if self.experts is not None:
-            check_experts_device(device, dtype, source)
+            self.experts.check_device(device, dtype, source)
 
 
 def make_feed_forward(config: LlamaMoeConfig, layer: int, group: TPGroup) -> FeedForward:

@@ -19,18 +19,17 @@ from torch import Tensor
 from aerie.kernels.experts.adapted.product import ExpertBlocks, ExpertLoraTables
 from aerie.kernels.interpreter_triton import INTERPRETED
 from aerie.kernels.lora.product import ROW_LIMITS
+from aerie.kernels.lora.product_triton import (
+    EXPAND_STAGES,
+    NONE,
+    SHRINK_STAGES,
+    add_up_products,
+    down_products,
+    next_index,
+)
 from aerie.kernels.pdl import pdl_wait
 
-_NONE = tl.constexpr(1 << 30)  # beyond all indices
 _SPLITS = (4, 2, 1)  # of the inputs, by the class of rows
-SHRINK_STAGES = 3  # Triton's num_stages of the product with `down`
-EXPAND_STAGES = 1  # more would copy partial sums to shared memory
-
-
-@triton.jit
-def _next_index(indices, index):
-    """The smallest index after `index` that a cell has; `_NONE` if there is none."""
-    return tl.min(tl.where(indices > index, indices, _NONE))
 
 
 @triton.jit
@@ -83,23 +82,16 @@ def _expert_lora_shrink(
     cell = block * BLOCK_M + tl.arange(0, BLOCK_M)
     row = cell if BY_CELL else pair // SLOTS
     part = part_ptr + (split * cells + cell).to(tl.int64)[:, None] * INNER + n[None, :]
-    index = _next_index(indices, -1)
-    while index < _NONE:
+    index = next_index(indices, -1)
+    while index < NONE:
         ours = (indices == index)[:, None]
         matrix = down_ptr + (index * EXPERTS + expert).to(tl.int64) * (INNER * K)
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for start in range(0, SPAN, BLOCK_K):
-            k = split * SPAN + start + tl.arange(0, BLOCK_K)
-            inside = k < K
-            inputs = tl.load(
-                x_ptr + row.to(tl.int64)[:, None] * x_stride + k[None, :], mask=ours & inside[None, :], other=0.0
-            )
-            weights = tl.load(matrix + n[None, :] * K + k[:, None], mask=inside[:, None], other=0.0)
-            if UPCAST:
-                inputs, weights = inputs.to(tl.float32), weights.to(tl.float32)
-            acc = tl.dot(inputs, weights, acc, input_precision="ieee")
+        acc = down_products(
+            x_ptr + row.to(tl.int64)[:, None] * x_stride, matrix, ours, n, split * SPAN,
+            K, SPAN, BLOCK_M, BLOCK_N, BLOCK_K, UPCAST,
+        )  # fmt: skip
         tl.store(part, acc, mask=ours)
-        index = _next_index(indices, index)
+        index = next_index(indices, index)
 
 
 @triton.jit(do_not_specialize=["cells"])
@@ -134,7 +126,7 @@ def _expert_lora_expand(
     BLOCK_R: ranks per product.
     """
     tile, block = tl.program_id(0), tl.program_id(1)
-    n, r = tile * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     INNER: tl.constexpr = (len(PARTS) - 1) * RANK
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -145,29 +137,20 @@ def _expert_lora_expand(
     cell = block * BLOCK_M + tl.arange(0, BLOCK_M)
     to = cell if weight_ptr is None else pair
     out = y_ptr + to.to(tl.int64)[:, None] * y_stride + n[None, :]
-    index = _next_index(indices, -1)
-    while index < _NONE:
+    index = next_index(indices, -1)
+    while index < NONE:
         ours = (indices == index)[:, None]
         matrix = up_ptr + (index * EXPERTS + expert).to(tl.int64) * (N * RANK)
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for p in tl.static_range(len(PARTS) - 1):
-            if (tile * BLOCK_N < PARTS[p + 1]) & (tile * BLOCK_N + BLOCK_N > PARTS[p]):
-                inside = ((n >= PARTS[p]) & (n < PARTS[p + 1]))[None, :]
-                for first in range(0, RANK, BLOCK_R):
-                    weights = tl.load(matrix + n[None, :] * RANK + (first + r)[:, None], mask=inside, other=0.0)
-                    inner = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
-                    column = part_ptr + cell.to(tl.int64)[:, None] * INNER + (p * RANK + first + r)[None, :]
-                    for split in tl.static_range(SPLITS):
-                        inner += tl.load(column + split * cells * INNER, mask=ours, other=0.0)
-                    inner = inner.to(y_ptr.dtype.element_ty)
-                    if UPCAST:
-                        weights, inner = weights.to(tl.float32), inner.to(tl.float32)
-                    acc = tl.dot(inner, weights, acc, input_precision="ieee")
+        acc = add_up_products(
+            tl.zeros([BLOCK_M, BLOCK_N], tl.float32), part_ptr + cell.to(tl.int64)[:, None] * INNER, cells * INNER,
+            matrix, ours, n, tile * BLOCK_N,
+            y_ptr.dtype.element_ty, RANK, PARTS, SPLITS, BLOCK_M, BLOCK_N, BLOCK_R, UPCAST,
+        )  # fmt: skip
         if weight_ptr is not None:
             acc *= tl.load(weight_ptr + pair, mask=indices == index, other=0.0)[:, None]
         mask = ours & (n < N)[None, :]
         tl.store(out, (acc + tl.load(out, mask=mask, other=0.0).to(tl.float32)).to(y_ptr.dtype.element_ty), mask=mask)
-        index = _next_index(indices, index)
+        index = next_index(indices, index)
 
 
 @dataclass(frozen=True)

@@ -164,7 +164,7 @@ def test_adapters_of_tied_modules_may_be_tied(tmp_path: Path, modules: list[str]
 
 @pytest.mark.parametrize(("method", "ranks"), [("none", 1), ("tree", 2)])
 def test_log_probabilities_are_those_of_the_merged_model(vocabulary: Adapted, method: str, ranks: int) -> None:
-    """Of prompts and answers, of requests with an adapter beside others."""
+    """Log-probabilities of prompt tokens and of answers, while requests with other adapters and without one run."""
     prompt, found = vocabulary.pair.prompts[0], dict[str, dict[int, float]]()
     settings = {name: replace(of(name), logprobs=0, prompt_logprobs=1) for name in ("", "both", "small")}
     requests = [Request(name, list(prompt), sampling) for name, sampling in settings.items()]
