@@ -166,6 +166,39 @@ def gates_rows_first(
 
 
 @triton.jit
+def gates_of_pairs(
+    x_ptr, w_desc, x_scales_ptr, w_scales_ptr, pair, expert, block, row_step, group_step,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STEP: tl.constexpr, IN_FP8: tl.constexpr, BY_GROUP: tl.constexpr, WEIGHTS_FIRST: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):  # fmt: skip
+    """Return gate and up of BLOCK_N outputs of one expert, from output block * BLOCK_N on: [rows, outputs]; with
+    WEIGHTS_FIRST [outputs, rows].
+
+    x_ptr: [rows, SIZE]. x_scales_ptr, w_scales_ptr: scales, with IN_FP8; row_step, group_step: strides of x's.
+    pair: [BLOCK_M] (row, slot) pairs, SLOTS of a row; -1 for unused ones.
+    Other arguments: `gates_weights_first`.
+    """
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside, row = pair >= 0, tl.maximum(pair, 0) // SLOTS
+    x = x_ptr + row.to(tl.int64)[:, None] * SIZE + tl.arange(0, STEP)[None, :]
+    gate_row = expert * (2 * WIDTH) + block * BLOCK_N
+    x_scales = x_scales_ptr + row * row_step if IN_FP8 else None
+    scales = w_scales_ptr + expert * (2 * WIDTH) + n if IN_FP8 and not BY_GROUP else w_scales_ptr
+    if WEIGHTS_FIRST:
+        gate, up = gates_weights_first(
+            x, inside, w_desc, gate_row, x_scales, scales, group_step,
+            SIZE, WIDTH, BLOCK_M, BLOCK_N, STEP, IN_FP8, BY_GROUP, INTERPRETED,
+        )  # fmt: skip
+    else:
+        gate, up = gates_rows_first(
+            x, inside, w_desc, gate_row, x_scales, scales, group_step,
+            SIZE, WIDTH, BLOCK_M, BLOCK_N, STEP, IN_FP8, BY_GROUP, INTERPRETED,
+        )  # fmt: skip
+    return gate, up
+
+
+@triton.jit
 def activated(gate, up, alpha, limit, shift, cubic, PLAIN: tl.constexpr, CLAMPED: tl.constexpr, CUBED: tl.constexpr):
     """Return the activation of gate and up, see `aerie.kernels.experts.gated.GatedActivation`.
 

@@ -13,7 +13,7 @@ one block is multiplied and written.
 import triton
 import triton.language as tl
 
-from aerie.kernels.experts.gate_products_triton import activated, gates_rows_first, gates_weights_first
+from aerie.kernels.experts.gate_products_triton import activated, gates_of_pairs
 from aerie.kernels.experts.order_triton import block_of_program, clear_counts
 from aerie.kernels.fp8.rows_triton import scale_of
 from aerie.kernels.kv.stored_values_triton import to_fp8
@@ -94,21 +94,10 @@ def gate_up_of_sorted_rows(
         return
     n, m = block * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_M)
     pair = tl.load(pair_ptr + tile * BLOCK_M + m)
-    inside, row = pair >= 0, tl.maximum(pair, 0) // SLOTS
-    x = x_ptr + row.to(tl.int64)[:, None] * SIZE + tl.arange(0, STEP)[None, :]
-    gate_row = expert * (2 * WIDTH) + block * BLOCK_N
-    x_scales = x_scales_ptr + row * row_step if IN_FP8 else None
-    scales = w_scales_ptr + expert * (2 * WIDTH) + n if IN_FP8 and not BY_GROUP else w_scales_ptr
-    if WEIGHTS_FIRST:
-        gate, up = gates_weights_first(
-            x, inside, w_desc, gate_row, x_scales, scales, group_step,
-            SIZE, WIDTH, BLOCK_M, BLOCK_N, STEP, IN_FP8, BY_GROUP, INTERPRETED,
-        )  # fmt: skip
-    else:
-        gate, up = gates_rows_first(
-            x, inside, w_desc, gate_row, x_scales, scales, group_step,
-            SIZE, WIDTH, BLOCK_M, BLOCK_N, STEP, IN_FP8, BY_GROUP, INTERPRETED,
-        )  # fmt: skip
+    gate, up = gates_of_pairs(
+        x_ptr, w_desc, x_scales_ptr, w_scales_ptr, pair, expert, block, row_step, group_step,
+        SIZE, WIDTH, SLOTS, BLOCK_M, BLOCK_N, STEP, IN_FP8, BY_GROUP, WEIGHTS_FIRST, INTERPRETED,
+    )  # fmt: skip
     there = n < WIDTH
     if bias_ptr is not None:
         biases = bias_ptr + expert * (2 * WIDTH) + n
